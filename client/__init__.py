@@ -1,0 +1,1 @@
+"""colibri: the thin client."""

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints to .colibri files, and a look into them."""

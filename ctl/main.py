@@ -1,0 +1,5 @@
+"""Entry point."""
+
+
+def main() -> None:
+    raise SystemExit("not built yet")

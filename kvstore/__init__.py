@@ -1,0 +1,1 @@
+"""The store of colibri: two RocksDB databases, truth and pages."""

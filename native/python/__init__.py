@@ -1,0 +1,1 @@
+"""The binding to libcolibri: a thin shelf over cffi. Internal; applications use the client."""
