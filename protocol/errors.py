@@ -31,6 +31,7 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any, ClassVar
 
 
@@ -38,7 +39,7 @@ class ColibriError(Exception):
     """Base of all errors; `type` is the name on the wire, `extra` holds figures a program may want."""
 
     type: ClassVar[str] = "error"
-    _by_type: ClassVar[dict[str, type[ColibriError]]] = {}
+    _by_type: ClassVar[dict[str, builtins.type[ColibriError]]] = {}
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None, **extra: Any) -> None:
         super().__init__(message)

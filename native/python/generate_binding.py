@@ -1,6 +1,6 @@
 """Writes the cffi extension's C source from the declarations of colibri.h.
 
-    python generate_binding.py colibri.h _binding.c
+python generate_binding.py colibri.h _binding.c
 """
 
 import pathlib
