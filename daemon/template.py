@@ -1,0 +1,269 @@
+"""Conversations as tokens: the checkpoint's own chat template, and how a conversation goes on without being read again.
+
+Rules:
+  - The template runs in jinja2's sandbox with what `transformers` gives it, and within bounds on loops and output.
+  - Only the template makes control tokens. A message that contains a control string goes through the template as an
+    opaque mark and is put back as plain text, so that neither the template nor the tokenizer sees a forged marker.
+  - A new turn costs what is new: the template is rendered with a mark for the last reply, and what follows the mark is
+    the suffix. It is used if what precedes it says what the stored tokens say. Otherwise the template has rewritten the
+    past (it drops old thinking, say): the whole is rendered, and the longest common beginning is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from colibri.daemon.text import Tokenizer
+from colibri.protocol.errors import TemplateError
+
+Message = Mapping[str, Any]
+"""role and content, both text."""
+
+# Far above any context that fits a machine; far below what would hurt it.
+_MAX_CHARACTERS = 1 << 26
+# Loops of a template run over messages and ranges; a conversation of a hundred thousand messages stays below.
+_MAX_LOOP_STEPS = 1_000_000
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks a reply for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _LoopBudget:
+    """`range` for one rendering: all ranges together have so many steps."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_LOOP_STEPS
+
+    def __call__(self, *args: int) -> Iterator[int]:
+        steps = range(*args)
+        for step in steps:
+            self._left -= 1
+            if self._left < 0:
+                raise jinja2.TemplateRuntimeError(f"more than {_MAX_LOOP_STEPS} loop steps")
+            yield step
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter this one escapes no HTML, as templates expect."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+class ChatTemplate:
+    """A jinja2 chat template. `tokens`: the names it may use, like bos_token. Raises TemplateError for bad syntax."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
+        self._tokens = dict(tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise _template_error(error) from error
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, now: datetime) -> str:
+        """The conversation as text; `now` is for strftime_now. Raises TemplateError, also if the template does."""
+        chunks = self._template.generate(
+            **self._tokens,
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            strftime_now=now.strftime,
+            range=_LoopBudget(),
+        )
+        text: list[str] = []
+        left = _MAX_CHARACTERS
+        try:
+            for chunk in chunks:
+                left -= len(chunk)
+                if left < 0:
+                    raise jinja2.TemplateRuntimeError(f"more than {_MAX_CHARACTERS} characters")
+                text.append(chunk)
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as e:
+            raise _template_error(e) from e
+        return "".join(text)
+
+
+def _template_error(error: Exception) -> TemplateError:
+    line = getattr(error, "lineno", None)
+    where = f"chat_template line {line}" if line else "chat_template"
+    return TemplateError(str(error) or type(error).__name__, where=where)
+
+
+def special_token_names(model_json: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like, as tokenizer_config.json and special_tokens_map.json name them."""
+    names: dict[str, str] = {}
+    for part in (model_json.get("special_tokens_map"), model_json.get("tokenizer_config")):
+        for name, value in (part or {}).items():
+            content = value.get("content") if isinstance(value, Mapping) else value
+            if name.endswith("_token") and isinstance(content, str):
+                names[name] = content
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A new turn: the first `keep` tokens of the history stay, `tokens` follow them."""
+
+    keep: int
+    tokens: list[int]
+    rewritten: bool
+    """Whether the template rewrote what was there, so that less than all of it could be kept."""
+
+
+class ChatEncoder:
+    """Messages → tokens, from nothing or behind a stored history. Thread-safe.
+
+    `template` None: the model has none, and every call raises TemplateError.
+    """
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, end_tokens: frozenset[int]) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._end_tokens = end_tokens
+        # Nobody can type what this process drew by lot.
+        secret = secrets.token_hex(12)
+        self._reply = f"reply{secret}"
+        self._mark = f"message{secret}n{{}}e"
+        self._any_mark = re.compile(f"message{secret}n([0-9]+)e")
+
+    @staticmethod
+    def from_model(model_json: Mapping[str, Any], tokenizer: Tokenizer, end_tokens: frozenset[int]) -> ChatEncoder:
+        """For the template in a model file. Raises TemplateError if it does not compile."""
+        source = model_json.get("chat_template")
+        template = ChatTemplate(source, special_token_names(model_json)) if source else None
+        return ChatEncoder(template, tokenizer, end_tokens)
+
+    def encode(self, messages: Sequence[Message], now: datetime) -> list[int]:
+        """The whole conversation, up to where the reply begins."""
+        return self._tokenizer.with_bos(self._tokens(self._render(messages, now), messages))
+
+    def append(self, messages: Sequence[Message], now: datetime) -> list[int]:
+        """The conversation as tokens that stand behind others: without a BOS."""
+        tokens = self._tokens(self._render(messages, now), messages)
+        return tokens[1:] if tokens[:1] == [self._tokenizer.bos] else tokens
+
+    def resume(
+        self, history: Sequence[int], past: Sequence[Message], new: Sequence[Message], now: datetime
+    ) -> Continuation:
+        """Goes on behind `history`: the tokens of the messages `past`, the last of which is the reply, whole or cut."""
+        messages = [*past, *new]
+        whole = self._render(messages, now)
+        suffix = self._suffix(past, new, now)
+        end = history[-1] if history and history[-1] in self._end_tokens else None
+        said = history[:-1] if end is not None else history
+        if suffix and whole.endswith(suffix) and self._says(said, whole.removesuffix(suffix), messages):
+            tokens = self._tokens(suffix, messages)
+            # The model's own end token stays if the template would put the same; another one makes way for it.
+            if end is not None and tokens[:1] == [end]:
+                return Continuation(len(history), tokens[1:], rewritten=False)
+            return Continuation(len(said), tokens, rewritten=False)
+        tokens = self._tokenizer.with_bos(self._tokens(whole, messages))
+        keep = _n_common(history, tokens)
+        return Continuation(keep, tokens[keep:], rewritten=True)
+
+    def _suffix(self, past: Sequence[Message], new: Sequence[Message], now: datetime) -> str | None:
+        """What the template puts behind the last reply; None if the template does not show the reply exactly once."""
+        marked = [*past[:-1], {**past[-1], "content": self._reply}, *new]
+        parts = self._render(marked, now).split(self._reply)
+        return parts[1] if len(parts) == 2 else None
+
+    def _says(self, tokens: Sequence[int], rendered: str, messages: Sequence[Message]) -> bool:
+        """Whether the stored tokens read as the rendered text does, apart from white space, which templates trim."""
+        stored = self._tokenizer.decode(self._without_own_bos(tokens, rendered))
+        expected = self._any_mark.sub(lambda match: messages[int(match[1])]["content"], rendered)
+        return _essence(stored) == _essence(expected)
+
+    def _without_own_bos(self, tokens: Sequence[int], rendered: str) -> Sequence[int]:
+        """Tokens without a BOS that came from the tokenizer and not from the template."""
+        bos = self._tokenizer.bos
+        if bos is None or tokens[:1] != [bos] or rendered.startswith(self._tokenizer.decode([bos])):
+            return tokens
+        return tokens[1:]
+
+    def _render(self, messages: Sequence[Message], now: datetime) -> str:
+        """Text in which a message with control strings is a mark that names its index."""
+        if self._template is None:
+            raise TemplateError(
+                "the model has no chat template", where="chat_template", hint="use generate with a raw prompt"
+            )
+        guarded = [
+            {**message, "content": self._mark.format(i)} if self._is_forged(message) else message
+            for i, message in enumerate(messages)
+        ]
+        return self._template.render(guarded, add_generation_prompt=True, now=now)
+
+    def _is_forged(self, message: Message) -> bool:
+        # A reply may hold the marks of its thinking: they are the model's, and the template has to see them.
+        return self._tokenizer.has_control(message["content"], special_only=message["role"] == "assistant")
+
+    def _tokens(self, rendered: str, messages: Sequence[Message]) -> list[int]:
+        """Tokens of rendered text; a stretch between control strings that holds a mark is encoded as plain."""
+        if not self._any_mark.search(rendered):
+            return self._tokenizer.encode(rendered, parse_special=True)
+        tokens: list[int] = []
+        trusted: list[str] = []
+        for piece in self._tokenizer.split_at_control(rendered):
+            if not self._any_mark.search(piece):
+                trusted.append(piece)
+                continue
+            tokens += self._tokenizer.encode("".join(trusted), parse_special=True)
+            trusted.clear()
+            tokens += self._tokenizer.encode(
+                self._any_mark.sub(lambda match: messages[int(match[1])]["content"], piece)
+            )
+        return tokens + self._tokenizer.encode("".join(trusted), parse_special=True)
+
+
+def _essence(text: str) -> str:
+    """Text without white space and composition, which tokenizers and templates may change."""
+    return "".join(unicodedata.normalize("NFC", text).split())
+
+
+def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
