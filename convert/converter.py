@@ -1,0 +1,264 @@
+"""convert(): a checkpoint folder becomes one .colibri file.
+
+First everything is checked (plan.py); then tensors are read, encoded and written one by one; the header, without which
+no reader takes the file, comes last. The same model gives the same bytes, however its checkpoint was split into files
+or its experts were stored."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .architecture import Architecture
+from .checkpoint import Checkpoint, read_json
+from .config import Config
+from .errors import TensorError, UnsupportedModel
+from .families import find
+from .format import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    TENSOR_ALIGN,
+    TENSOR_ENTRY,
+    TILE_ROWS,
+    VERSION,
+    Bytes,
+    Format,
+    align,
+    checksum,
+    fingerprint,
+    header_checksum,
+    lay_out,
+    matrix_bytes,
+)
+from .plan import Part, Plan, make_plan
+from .source import resolve_source
+from .text import TextAssets, read_text_assets
+from .tiles import Floats, QuantizationError, encode
+from .writer import AtomicFile
+
+FORMATS = {"f32": Format.F32, "bf16": Format.BF16, "f16": Format.F16, "q8": Format.Q8}
+ALIASES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "q8"}
+# Source rows in memory at a time, as float32: long enough reads, and small beside the encoded tensor.
+BAND_BYTES = 64 << 20
+# What the error figures can add to the JSON after its place was fixed: two dozen kinds of about 80 bytes.
+JSON_SLACK = 4096
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is: bytes of the result written, of all, and the tensor at hand."""
+
+    done_bytes: int
+    total_bytes: int
+    what: str
+
+
+@dataclass
+class Report:
+    """What a conversion did. `errors`: per kind of tensor, how far encoded weights are from their source."""
+
+    out: str
+    family: str
+    format: str
+    file_bytes: int
+    fingerprint: str
+    n_tensors: int
+    n_experts: int
+    end_tokens: list[int]
+    source_files: list[str]
+    errors: dict[str, dict[str, float | int]]
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_format(name: str) -> Format:
+    """The weight format of a --quantize value; long names are accepted."""
+    try:
+        return FORMATS[ALIASES.get(name, name)]
+    except KeyError:
+        raise UnsupportedModel(f"unknown format {name!r}; one of {', '.join(FORMATS)}", where="quantize") from None
+
+
+def convert(
+    source: str | Path, out: str | Path, *, quantize: str = "q8", progress: Callable[[Progress], None] | None = None
+) -> Report:
+    """Converts a checkpoint (a folder, or a model id in the local Hugging Face cache) and writes `out`.
+
+    Raises ConvertError; then `out` is as it was before. Memory: one encoded tensor, and a band of its source.
+    """
+    started = time.monotonic()
+    weights = parse_format(quantize)
+    folder, out = resolve_source(source), Path(out)
+    config = Config(read_json(folder / "config.json"))
+    family = find(config)
+    architecture = family.architecture(config)
+    assets = read_text_assets(folder, architecture.vocabulary)
+    with Checkpoint(folder) as checkpoint:
+        plan = make_plan(checkpoint, family, architecture, weights)
+        conversion = _Conversion(checkpoint, plan, assets, progress)
+        conversion.write(out)
+        files = checkpoint.files
+    unknown = [f"configuration key not known, ignored: {key}" for key in config.unread()]
+    return Report(
+        out=str(out),
+        family=family.name,
+        format=weights.name.lower(),
+        file_bytes=conversion.layout.file_bytes,
+        fingerprint=conversion.fingerprint.hex(),
+        n_tensors=len(plan.tensors),
+        n_experts=len(plan.experts),
+        end_tokens=assets.end_tokens,
+        source_files=[*assets.files, *files],
+        errors=conversion.error_figures(),
+        notes=unknown + plan.notes + assets.notes,
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Conversion:
+    """One run: what is written where, and what was learned on the way (checksums, errors)."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        assets: TextAssets,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.plan = plan
+        self.assets = assets
+        self.errors: dict[str, QuantizationError] = {}
+        self.fingerprint = b""
+        self._json_bytes = align(len(self._json()) + JSON_SLACK, TENSOR_ALIGN)
+        shapes = plan.architecture.expert_shapes()
+        expert_bytes = sum(matrix_bytes(plan.expert_format, *shape) for shape in shapes)
+        specs = [spec for spec, _ in plan.tensors]
+        self.layout = lay_out(specs, len(plan.experts), expert_bytes, self._json_bytes)
+        self._progress = progress
+        self._written = 0
+
+    def write(self, out: Path) -> None:
+        with AtomicFile(out, self.layout.file_bytes) as file:
+            table = self._write_tensors(file)
+            expert_table = self._write_experts(file)
+            text = self._json().ljust(self._json_bytes)
+            file.write_at(self.layout.json, text)
+            file.write_at(self.layout.tensor_table, table.tobytes())
+            file.write_at(self.layout.expert_table, expert_table)
+            header = self._header(table, expert_table, checksum(text))
+            self.fingerprint = header["fingerprint"].tobytes()
+            file.sync()  # the header vouches for what is behind it: it must not reach the disk first
+            file.write_at(0, header.tobytes())
+            file.commit()
+        self._tell("done", self.layout.file_bytes)
+
+    def _write_tensors(self, file: AtomicFile) -> npt.NDArray[np.void]:
+        table = np.zeros(len(self.plan.tensors), TENSOR_ENTRY)
+        for entry, (spec, part), offset in zip(table, self.plan.tensors, self.layout.tensors, strict=True):
+            data = self._encode(spec.format, part, spec.role.name.lower())
+            file.write_at(offset, data)
+            entry["role"], entry["layer"], entry["format"] = spec.role, spec.layer, spec.format
+            entry["rows"], entry["cols"] = spec.rows, spec.cols
+            entry["offset"], entry["bytes"], entry["checksum"] = offset, len(data), checksum(data)
+            self._tell(part.name if part else "inverse frequencies", len(data))
+        return table
+
+    def _write_experts(self, file: AtomicFile) -> bytes:
+        checksums = np.zeros(len(self.plan.experts), "<u8")
+        for block, parts in enumerate(self.plan.experts):
+            kinds = ("expert_gate", "expert_up", "expert_down")
+            data = np.concatenate(
+                [self._encode(self.plan.expert_format, part, kind) for part, kind in zip(parts, kinds, strict=True)]
+            )
+            file.write_at(self.layout.experts + block * self.layout.expert_stride, data)
+            checksums[block] = checksum(data)
+            self._tell(parts[2].name, self.layout.expert_stride)
+        return checksums.tobytes()
+
+    def _encode(self, fmt: Format, part: Part | None, kind: str) -> Bytes:
+        """The bytes of one tensor, made a band of rows at a time."""
+        if part is None:
+            return encode(self.plan.architecture.rope.inv_freq[None, :], Format.VECTOR, QuantizationError())
+        out = np.empty(matrix_bytes(fmt, part.rows, part.cols), np.uint8)
+        position = 0
+        for band in self._bands(part):
+            try:
+                data = encode(band, fmt, self.errors.setdefault(kind, QuantizationError()))
+            except OverflowError as error:
+                raise TensorError(str(error), where=part.name, hint="choose bf16, f32 or q8") from None
+            out[position : position + len(data)] = data
+            position += len(data)
+        return out
+
+    def _bands(self, part: Part) -> Iterator[Floats]:
+        """The matrix [rows, cols] of a part, in bands of whole tiles."""
+        if part.vector:
+            yield self.checkpoint.read(part.name)[None, :]
+            return
+        band_rows = align(max(1, BAND_BYTES // (part.cols * 4)), TILE_ROWS)
+        rows = slice(part.first_row, part.first_row + part.rows)
+        yield from self.checkpoint.bands(part.name, rows, band_rows, part.index)
+
+    def _header(self, table: npt.NDArray[np.void], expert_table: bytes, json_checksum: int) -> npt.NDArray[np.void]:
+        header = np.zeros((), HEADER)
+        header["magic"], header["version"], header["header_bytes"] = MAGIC, VERSION, HEADER_BYTES
+        header["file_bytes"] = self.layout.file_bytes
+        header["tensor_table_offset"], header["n_tensors"] = self.layout.tensor_table, len(table)
+        header["expert_table_offset"], header["n_expert_blocks"] = self.layout.expert_table, len(self.plan.experts)
+        header["json_offset"], header["json_bytes"] = self.layout.json, self._json_bytes
+        header["json_checksum"] = json_checksum
+        header["expert_offset"], header["expert_stride"] = self.layout.experts, self.layout.expert_stride
+        header["expert_bytes"], header["expert_format"] = self.layout.expert_bytes, self.plan.expert_format
+        header["n_shards"], header["experts_per_shard"] = 1, self.plan.architecture.n_experts
+        _describe(header, self.plan.architecture)
+        header["n_end_tokens"] = len(self.assets.end_tokens)
+        header["end_tokens"][: len(self.assets.end_tokens)] = self.assets.end_tokens
+        header["fingerprint"] = np.frombuffer(fingerprint(header, table, expert_table), np.uint8)
+        header["header_checksum"] = header_checksum(header, table, expert_table)
+        return header
+
+    def error_figures(self) -> dict[str, dict[str, float | int]]:
+        return {kind: error.to_dict() for kind, error in sorted(self.errors.items()) if error.n_weights}
+
+    def _json(self) -> bytes:
+        """Weight files are told by the fingerprint, so that their names and splitting leave no trace in the result."""
+        document = self.assets.to_json() | {
+            "family": self.plan.family.name,
+            "source": self.assets.files,
+            "converter": {"name": "colibri", "version": metadata.version("colibri-moe")},
+            "quantization": {"format": self.plan.expert_format.name.lower(), "errors": self.error_figures()},
+        }
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _tell(self, what: str, n_bytes: int) -> None:
+        if self._progress is None:
+            return
+        self._written = min(self._written + n_bytes, self.layout.file_bytes)
+        self._progress(Progress(self._written, self.layout.file_bytes, what))
+
+
+def _describe(header: npt.NDArray[np.void], architecture: Architecture) -> None:
+    """Fills in the architecture fields."""
+    for name in ("n_layers", "hidden", "vocabulary", "n_heads", "n_kv_heads", "head_dim", "n_experts", "top_k"):
+        header[name] = getattr(architecture, name)
+    for name in ("expert_width", "dense_width", "max_positions", "rms_eps", "attention_scale", "router_scale"):
+        header[name] = getattr(architecture, name)
+    header["arch_flags"] = architecture.flags
+    header["rotary_dim"] = architecture.rope.rotary_dim
+    header["rope_attention_factor"] = architecture.rope.attention_factor
+    for layer in architecture.dense_layers:
+        header["dense_layers"][layer // 32] |= np.uint32(1 << layer % 32)
+    header["n_dense_layers_mask_words"] = align(architecture.n_layers, 32) // 32

@@ -1,0 +1,77 @@
+"""What a family is: a description from which one converter and one forward pass do everything.
+
+A family says how its configuration becomes an Architecture and what its tensors are called. Where checkpoints of one
+family come with different names, the candidates stand in order; exactly one of them may be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..architecture import Architecture
+from ..config import Config
+from ..errors import UnsupportedModel
+from ..format import Role
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """One way to store a layer's experts, as templates over {layer} (and {expert}).
+
+    Per expert: `gate`, `up` and `down` name one matrix each. Fused: `gate_up` [n_experts, 2 * width, hidden] has the
+    rows of gate, then those of up; `down` is [n_experts, hidden, width]."""
+
+    down: str
+    gate: str = ""
+    up: str = ""
+    gate_up: str = ""
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.gate_up)
+
+
+@dataclass(frozen=True)
+class Family:
+    """`names` and `experts` are templates; `ignored` are regular expressions of tensors that carry no information."""
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: Callable[[Config], Architecture]
+    names: Mapping[Role, tuple[str, ...]]
+    experts: tuple[ExpertNames, ...]
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
+DECODER_NAMES: Mapping[Role, tuple[str, ...]] = {
+    Role.EMBEDDING: ("model.embed_tokens.weight",),
+    Role.HEAD: ("lm_head.weight",),
+    Role.FINAL_NORM: ("model.norm.weight",),
+    Role.ATTN_NORM: ("model.layers.{layer}.input_layernorm.weight",),
+    Role.Q: ("model.layers.{layer}.self_attn.q_proj.weight",),
+    Role.K: ("model.layers.{layer}.self_attn.k_proj.weight",),
+    Role.V: ("model.layers.{layer}.self_attn.v_proj.weight",),
+    Role.O: ("model.layers.{layer}.self_attn.o_proj.weight",),
+    Role.FFN_NORM: ("model.layers.{layer}.post_attention_layernorm.weight",),
+}
+
+
+def refuse_other_activation(config: Config) -> None:
+    """Experts are SwiGLU."""
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"is {activation!r}; experts run with silu only", where="config.json: hidden_act")
+
+
+def refuse_window(config: Config, window: int | None, max_positions: int) -> None:
+    """A sliding window as long as the context changes nothing; a shorter one is not implemented."""
+    layer_types = config.get("layer_types") or []
+    others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if others:
+        raise UnsupportedModel(f"has layers of kind {', '.join(others)}", where="config.json: layer_types")
+    if window is not None and window < max_positions:
+        raise UnsupportedModel(
+            f"attention over the last {window} of {max_positions} positions is not supported",
+            where="config.json: sliding_window",
+            hint="a model that was trained with full attention has null here",
+        )

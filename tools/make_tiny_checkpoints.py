@@ -1,0 +1,147 @@
+"""Makes the tiny random checkpoints that the tests run on: tests/data/tiny-mixtral and tests/data/tiny-qwen3-moe.
+
+They are saved by transformers itself, in bf16, with a real byte-level tokenizer and a ChatML template, so that
+everything from conversion to chat works on them. Weights are random but large enough that logits and routing are
+decided, not near-ties. Both leave awkward remainders on purpose: a vocabulary that is no multiple of 16, widths that
+are no multiple of 32.
+
+    python tools/make_tiny_checkpoints.py [OUT_FOLDER]
+
+Needs torch and transformers. Made once and committed; made again it gives the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END_OF_TEXT, IM_START, IM_END = range(3)
+VOCABULARY = 300  # 256 bytes, 3 special tokens, and some merges
+CORPUS = [
+    "The hummingbird hovers before the flower and drinks.",
+    "What is the name of the bird? The name is colibri.",
+    "A page of the cache holds thirty-two tokens, and the cache is on the disk.",
+    "Once upon a time there was a small bird that could fly in the rain.",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Byte-level BPE: every text has tokens, and tokens may end inside a character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def save_text_files(folder: Path, tokenizer: Tokenizer) -> None:
+    """Tokenizer, its configuration and the template, as transformers 5 lays them out."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(configuration, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    """Normal weights scaled by fan-in, norms around one, routers with spread: every part of the model matters to the
+    logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 1:
+                weight.copy_(1 + 0.2 * noise)
+            elif name.endswith("gate.weight") or "embed" in name:
+                weight.copy_(noise)
+            else:
+                weight.copy_(1.5 * noise / weight.shape[-1] ** 0.5)
+
+
+def tiny_mixtral() -> PreTrainedModel:
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=END_OF_TEXT,
+    )
+    return MixtralForCausalLM(config)
+
+
+def tiny_qwen3_moe() -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=56,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=END_OF_TEXT,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).parent.parent / "tests" / "data")
+    out = parser.parse_args().out
+    tokenizer = make_tokenizer()
+    for seed, (name, make) in enumerate({"tiny-mixtral": tiny_mixtral, "tiny-qwen3-moe": tiny_qwen3_moe}.items(), 1):
+        model = make()
+        randomize(model, seed)
+        model.generation_config = GenerationConfig(eos_token_id=[END_OF_TEXT, IM_END], pad_token_id=END_OF_TEXT)
+        model.to(torch.bfloat16).save_pretrained(out / name)
+        save_text_files(out / name, tokenizer)
+        print(f"{out / name}: {sum(p.numel() for p in model.parameters())} weights")
+
+
+if __name__ == "__main__":
+    main()
