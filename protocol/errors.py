@@ -59,19 +59,22 @@ class ColibriError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """The map sent under `error`."""
-        wire: dict[str, Any] = {"type": self.type, "message": self.message}
+        wire: dict[str, Any] = self.extra | {"type": self.type, "message": self.message}
         if self.where is not None:
             wire["where"] = self.where
         if self.hint is not None:
             wire["hint"] = self.hint
-        return wire | self.extra
+        return wire
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> ColibriError:
         """The exception for a received map; an unknown type becomes a plain ColibriError that keeps its words."""
         fields = dict(wire)
         cls = ColibriError._by_type.get(str(fields.pop("type", "error")), ColibriError)
-        return cls(str(fields.pop("message", "")), **{str(k): v for k, v in fields.items()})
+        where, hint = (None if fields.get(key) is None else str(fields[key]) for key in ("where", "hint"))
+        error = cls(str(fields.pop("message", "")), where=where, hint=hint)
+        error.extra = {key: value for key, value in fields.items() if key not in ("where", "hint")}
+        return error
 
 
 class InvalidRequest(ColibriError):

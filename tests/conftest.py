@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time, and no time limit for one: the machine may be busy.
+settings.register_profile("colibri", derandomize=True, deadline=None)
+settings.load_profile("colibri")
 
 DATA = Path(__file__).parent / "data"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 import pytest
+
 from colibri.daemon.template import ChatEncoder, ChatTemplate, special_token_names
 from colibri.daemon.text import Tokenizer
 from colibri.protocol.errors import TemplateError

@@ -7,9 +7,10 @@ import json
 
 import pytest
 import tokenizers
-from colibri.daemon.text import IncrementalDecoder, StopStrings, TextStream, Tokenizer, UnsupportedTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+
+from colibri.daemon.text import IncrementalDecoder, StopStrings, TextStream, Tokenizer, UnsupportedTokenizer
 
 
 @pytest.fixture(scope="module")
