@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - safetensors finds the dtype bfloat16 by name once this is imported
 import numpy as np
 import safetensors
 

@@ -84,10 +84,12 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() == 1:
                 weight.copy_(1 + 0.2 * noise)
-            elif name.endswith("gate.weight") or "embed" in name:
+            elif "embed" in name:
                 weight.copy_(noise)
+            elif name.endswith("gate.weight"):
+                weight.copy_(0.25 * noise)
             else:
-                weight.copy_(1.5 * noise / weight.shape[-1] ** 0.5)
+                weight.copy_(noise / weight.shape[-1] ** 0.5)
 
 
 def tiny_mixtral() -> PreTrainedModel:
