@@ -1,0 +1,297 @@
+/*
+ * The second half of a layer: norm, router, experts (or one dense network), combination.
+ *
+ * Which experts a step needs is known before any expert weight is touched: their blocks are asked for ahead, then the rows are ordered by expert, so
+ * that each expert's weights are read once a step. An entry is one (row, chosen expert); entries are ordered by expert, then by row. Where
+ * there are more entries than slots, the experts run in waves of ascending number; a row adds up its experts in ascending order
+ * either way.
+ */
+#include <string.h>
+
+#include "context.h"
+
+/* A block that was used within so many steps is taken to be in memory still; asking costs a system call that walks its pages. */
+#define ASK_AGAIN_AFTER 256u
+
+/* ---- router ---- */
+
+/* Inserts an expert into the k best so far, best first. Equal logits: the lower number stays ahead, since it came first. */
+static void insert_expert(const float *logits, int32_t expert, int32_t *best, size_t *n, size_t k) {
+    size_t at = *n;
+    while (at > 0 && logits[expert] > logits[best[at - 1]]) at--;
+    if (at == k) return;
+    if (*n < k) ++*n;
+    memmove(best + at + 1, best + at, (*n - at - 1) * sizeof *best);
+    best[at] = expert;
+}
+
+static void sort_ascending(int32_t *experts, size_t n) {
+    for (size_t i = 1; i < n; i++) {
+        int32_t expert = experts[i];
+        size_t at = i;
+        for (; at > 0 && experts[at - 1] > expert; at--) experts[at] = experts[at - 1];
+        experts[at] = expert;
+    }
+}
+
+static void weigh_experts(const struct colibri_context *ctx, const float *logits, const int32_t *chosen, float max, float *exponentials, float *weights) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    size_t k = header->top_k;
+    for (size_t j = 0; j < k; j++) exponentials[j] = logits[chosen[j]] - max;
+    ctx->kernels->exp(exponentials, k, exponentials);
+    float sum = 0;
+    if (header->arch_flags & COLIBRI_ARCH_NORM_TOPK)
+        for (size_t j = 0; j < k; j++) sum += exponentials[j];
+    else sum = ctx->kernels->sum_exp(logits, header->n_experts, max);
+    for (size_t j = 0; j < k; j++) weights[j] = exponentials[j] / sum;
+}
+
+static void route_row(void *argument, size_t row, unsigned worker) {
+    (void)worker;
+    struct colibri_context *ctx = argument;
+    const struct colibri_file_header *header = &ctx->model->header;
+    size_t k = header->top_k, n = 0;
+    float *logits = ctx->router_logits + row * ctx->ld_experts;
+    int32_t *chosen = ctx->chosen + row * k;
+    if (!ctx->kernels->all_finite(logits, header->n_experts)) {
+        ctx->bad[row] = 1;
+        memset(logits, 0, header->n_experts * sizeof *logits); /* any choice will do */
+    }
+    for (uint32_t expert = 0; expert < header->n_experts; expert++) insert_expert(logits, (int32_t)expert, chosen, &n, k);
+    float max = logits[chosen[0]];
+    sort_ascending(chosen, k);
+    weigh_experts(ctx, logits, chosen, max, ctx->router_scratch + row * k, ctx->weights + row * k);
+}
+
+/* Orders entries by expert and counts the groups. Returns how many experts are active. */
+static size_t group_rows(struct colibri_context *ctx, const struct layer *layer) {
+    size_t n_experts = ctx->model->header.n_experts, k = ctx->model->header.top_k, n_entries = ctx->step.n_rows * k, n_groups = 0;
+    int32_t *starts = ctx->counts, next = 0;
+    memset(starts, 0, (n_experts + 1) * sizeof *starts);
+    for (size_t i = 0; i < n_entries; i++) starts[ctx->chosen[i]]++;
+    for (size_t expert = 0; expert < n_experts; expert++) {
+        int32_t n = starts[expert];
+        if (n) ctx->groups[n_groups++] = (struct group){.block = layer->first_block + expert, .first = (size_t)next, .n_rows = (size_t)n};
+        starts[expert] = next;
+        next += n;
+    }
+    for (size_t i = 0; i < n_entries; i++) {
+        int32_t entry = starts[ctx->chosen[i]]++;
+        ctx->entries[entry] = (int32_t)(i / k);
+        ctx->entry_of[i] = entry;
+    }
+    return n_groups;
+}
+
+static void ask_ahead(struct colibri_context *ctx, size_t n_groups) {
+    for (size_t i = 0; i < n_groups; i++) {
+        uint32_t *used = &ctx->block_used[ctx->groups[i].block];
+        if (*used == 0 || ctx->n_steps - *used > ASK_AGAIN_AFTER) colibri_expert_prefetch(ctx->model, ctx->groups[i].block);
+        *used = ctx->n_steps;
+    }
+}
+
+static void tell_routing(struct colibri_context *ctx, uint32_t number, bool dense) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    int32_t *routing = ctx->step.batch->routing;
+    if (!routing) return;
+    for (size_t row = 0; row < ctx->step.n_rows; row++)
+        for (size_t j = 0; j < header->top_k; j++)
+            routing[(row * header->n_layers + number) * header->top_k + j] = dense ? -1 : ctx->chosen[row * header->top_k + j];
+}
+
+/* ---- a wave of experts ---- */
+
+/* Groups [begin, begin + n_groups), whose entries [first, first + n_entries) fit the slots; slot = entry − first. */
+struct wave {
+    struct colibri_context *ctx;
+    const struct layer *layer;
+    const struct group *groups;
+    size_t n_groups, n_blocks, first, n_entries;
+};
+
+static struct wave next_wave(struct colibri_context *ctx, const struct layer *layer, size_t begin, size_t n_groups) {
+    struct wave wave = {.ctx = ctx, .layer = layer, .groups = ctx->groups + begin, .first = ctx->groups[begin].first};
+    for (size_t i = begin; i < n_groups && wave.n_entries + ctx->groups[i].n_rows <= ctx->slots; i++) {
+        ctx->groups[i].first_block = wave.n_blocks;
+        wave.n_blocks += (ctx->groups[i].n_rows + COLIBRI_ROW_BLOCK - 1) / COLIBRI_ROW_BLOCK;
+        wave.n_entries += ctx->groups[i].n_rows;
+        wave.n_groups++;
+    }
+    return wave;
+}
+
+static size_t block_bytes(const struct colibri_context *ctx, size_t k) {
+    return colibri_acts_bytes(ctx->model->header.expert_format, COLIBRI_ROW_BLOCK, k);
+}
+
+static void gather_group(void *argument, size_t item, unsigned worker) {
+    (void)worker;
+    const struct wave *wave = argument;
+    struct colibri_context *ctx = wave->ctx;
+    const struct group *group = &wave->groups[item];
+    size_t hidden = ctx->model->header.hidden;
+    ctx->kernels->gather(ctx->model->header.expert_format, ctx->acts, ctx->step.n_rows, ctx->entries + group->first, group->n_rows, hidden,
+                         ctx->expert_acts + group->first_block * block_bytes(ctx, hidden));
+}
+
+static void multiply_gate_up(const struct wave *wave) {
+    struct colibri_context *ctx = wave->ctx;
+    const struct colibri_file_header *header = &ctx->model->header;
+    for (size_t i = 0; i < wave->n_groups; i++) {
+        const struct group *group = &wave->groups[i];
+        size_t slot = group->first - wave->first;
+        struct product product = {
+            .weights = colibri_expert_matrix(ctx->model, group->block, EXPERT_GATE),
+            .acts = ctx->expert_acts + group->first_block * block_bytes(ctx, header->hidden),
+            .format = header->expert_format,
+            .k = header->hidden,
+            .n_tiles = colibri_tiles(header->expert_width),
+            .n_rows = group->n_rows,
+            .y = ctx->gate + slot * ctx->ld_expert,
+            .ldy = ctx->ld_expert,
+        };
+        ctx->products[2 * i] = product;
+        product.weights = colibri_expert_matrix(ctx->model, group->block, EXPERT_UP);
+        product.y = ctx->up + slot * ctx->ld_expert;
+        ctx->products[2 * i + 1] = product;
+    }
+    colibri_multiply(ctx, ctx->products, 2 * wave->n_groups);
+}
+
+/* h = silu(gate) × up of one expert's rows, prepared for down. */
+static void activate_group(void *argument, size_t item, unsigned worker) {
+    (void)worker;
+    const struct wave *wave = argument;
+    struct colibri_context *ctx = wave->ctx;
+    const struct colibri_file_header *header = &ctx->model->header;
+    const struct group *group = &wave->groups[item];
+    size_t slot = group->first - wave->first, width = header->expert_width;
+    for (size_t i = slot; i < slot + group->n_rows; i++) {
+        float *gate = ctx->gate + i * ctx->ld_expert;
+        ctx->kernels->silu_mul(gate, ctx->up + i * ctx->ld_expert, width, gate);
+        ctx->slot_bad[i] = 0;
+    }
+    ctx->kernels->prepare(header->expert_format, ctx->gate + slot * ctx->ld_expert, ctx->ld_expert, group->n_rows, width,
+                          ctx->hidden_acts + group->first_block * block_bytes(ctx, width), ctx->slot_bad + slot);
+}
+
+static void multiply_down(const struct wave *wave) {
+    struct colibri_context *ctx = wave->ctx;
+    const struct colibri_file_header *header = &ctx->model->header;
+    for (size_t i = 0; i < wave->n_groups; i++) {
+        const struct group *group = &wave->groups[i];
+        ctx->products[i] = (struct product){
+            .weights = colibri_expert_matrix(ctx->model, group->block, EXPERT_DOWN),
+            .acts = ctx->hidden_acts + group->first_block * block_bytes(ctx, header->expert_width),
+            .format = header->expert_format,
+            .k = header->expert_width,
+            .n_tiles = colibri_tiles(header->hidden),
+            .n_rows = group->n_rows,
+            .y = ctx->down + (group->first - wave->first) * ctx->ld_hidden,
+            .ldy = ctx->ld_hidden,
+        };
+    }
+    colibri_multiply(ctx, ctx->products, wave->n_groups);
+}
+
+/* Adds the wave's experts to the row's sum in y, ascending. */
+static void combine_row(void *argument, size_t row, unsigned worker) {
+    (void)worker;
+    const struct wave *wave = argument;
+    struct colibri_context *ctx = wave->ctx;
+    const struct colibri_file_header *header = &ctx->model->header;
+    float *sum = ctx->y + row * ctx->ld_hidden;
+    if (wave->first == 0) memset(sum, 0, header->hidden * sizeof *sum);
+    for (size_t j = row * header->top_k; j < (row + 1) * header->top_k; j++) {
+        size_t entry = (size_t)ctx->entry_of[j];
+        if (entry < wave->first || entry >= wave->first + wave->n_entries) continue;
+        size_t slot = entry - wave->first;
+        ctx->kernels->add_scaled(sum, ctx->weights[j], ctx->down + slot * ctx->ld_hidden, header->hidden);
+        if (ctx->slot_bad[slot]) ctx->bad[row] = 1;
+    }
+}
+
+static void run_experts(struct colibri_context *ctx, const struct layer *layer, size_t n_groups) {
+    unsigned n_threads = ctx->step.n_threads;
+    for (size_t begin = 0; begin < n_groups;) {
+        struct wave wave = next_wave(ctx, layer, begin, n_groups);
+        colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, gather_group, &wave);
+        multiply_gate_up(&wave);
+        colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, activate_group, &wave);
+        multiply_down(&wave);
+        colibri_pool_run(&ctx->pool, n_threads, ctx->step.n_rows, combine_row, &wave);
+        begin += wave.n_groups;
+    }
+}
+
+/* ---- one network for all rows: a dense layer, or the shared expert ---- */
+
+struct network {
+    struct colibri_context *ctx;
+    const struct tensor *gate, *up, *down;
+};
+
+static void activate_row(void *argument, size_t row, unsigned worker) {
+    (void)worker;
+    const struct network *network = argument;
+    struct colibri_context *ctx = network->ctx;
+    float *gate = ctx->gate + row * ctx->ld_wide;
+    ctx->kernels->silu_mul(gate, ctx->up + row * ctx->ld_wide, network->gate->rows, gate);
+}
+
+/* y[row] = network(row); ctx->acts hold the activations for gate and up, and are overwritten. */
+static void run_network(struct network *network, float *y) {
+    struct colibri_context *ctx = network->ctx;
+    struct product products[] = {
+        colibri_product(ctx, network->gate, ctx->acts, ctx->gate, ctx->ld_wide),
+        colibri_product(ctx, network->up, ctx->acts, ctx->up, ctx->ld_wide),
+    };
+    colibri_multiply(ctx, products, 2);
+    colibri_pool_run(&ctx->pool, ctx->step.n_threads, ctx->step.n_rows, activate_row, network);
+    colibri_prepare_rows(ctx, ctx->gate, ctx->ld_wide, network->down->format, network->down->cols);
+    struct product down = colibri_product(ctx, network->down, ctx->acts, y, ctx->ld_hidden);
+    colibri_multiply(ctx, &down, 1);
+}
+
+/* The shared expert comes last, with weight 1. */
+static void add_shared_row(void *argument, size_t row, unsigned worker) {
+    (void)worker;
+    struct colibri_context *ctx = argument;
+    ctx->kernels->add_scaled(ctx->y + row * ctx->ld_hidden, 1, ctx->down + row * ctx->ld_hidden, ctx->model->header.hidden);
+}
+
+static void run_shared(struct colibri_context *ctx, const struct layer *layer) {
+    struct network network = {ctx, &layer->shared_gate, &layer->shared_up, &layer->shared_down};
+    if (layer->shared_gate.format != ctx->model->header.expert_format)
+        colibri_prepare_rows(ctx, ctx->normed, ctx->model->header.hidden, layer->shared_gate.format, ctx->model->header.hidden);
+    run_network(&network, ctx->down);
+    colibri_pool_run(&ctx->pool, ctx->step.n_threads, ctx->step.n_rows, add_shared_row, ctx);
+}
+
+/* ---- the half layer ---- */
+
+static void dense_half(struct colibri_context *ctx, const struct layer *layer) {
+    struct network network = {ctx, &layer->dense_gate, &layer->dense_up, &layer->dense_down};
+    colibri_norm_rows(ctx, &layer->ffn_norm, layer->dense_gate.format, false);
+    run_network(&network, ctx->y);
+}
+
+static void experts_half(struct colibri_context *ctx, const struct layer *layer) {
+    colibri_norm_rows(ctx, &layer->ffn_norm, ctx->model->header.expert_format, true);
+    struct product router = colibri_product(ctx, &layer->router, ctx->router_acts, ctx->router_logits, ctx->ld_experts);
+    colibri_multiply(ctx, &router, 1);
+    colibri_pool_run(&ctx->pool, ctx->step.n_threads, ctx->step.n_rows, route_row, ctx);
+    size_t n_groups = group_rows(ctx, layer);
+    ask_ahead(ctx, n_groups);
+    run_experts(ctx, layer, n_groups);
+    if (layer->shared_gate.data) run_shared(ctx, layer);
+}
+
+void colibri_ffn_half(struct colibri_context *ctx, uint32_t number) {
+    const struct layer *layer = &ctx->model->layers[number];
+    if (layer->dense) dense_half(ctx, layer);
+    else experts_half(ctx, layer);
+    tell_routing(ctx, number, layer->dense);
+    ctx->step.pending = true;
+}

@@ -1,0 +1,80 @@
+/*
+ * An opened model: the header as read, and where each tensor lies in the mapping.
+ *
+ * All of it is fixed once colibri_model_open() has returned, so any number of contexts and threads may read it.
+ */
+#ifndef COLIBRI_MODEL_H
+#define COLIBRI_MODEL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "colibri.h"
+#include "error.h"
+#include "file_format.h"
+
+/* A tensor in the mapping; data is NULL where the architecture has none. VECTORs are [1][cols] f32. */
+struct tensor {
+    const void *data;
+    uint32_t format;
+    size_t rows, cols;
+};
+
+/* Tensors of one layer; the shapes stand in file_format.h. */
+struct layer {
+    struct tensor attn_norm, q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, o_bias;
+    struct tensor ffn_norm, router;
+    struct tensor shared_gate, shared_up, shared_down, shared_expert_gate;
+    struct tensor dense_gate, dense_up, dense_down;
+    bool dense;        /* has no experts */
+    size_t first_block; /* where not dense: number of the block of its expert 0 */
+};
+
+/* The model's own tensors. */
+struct trunk {
+    struct tensor embedding, head, final_norm, inv_freq;
+};
+
+struct colibri_model {
+    struct colibri_file_header header;
+    struct colibri_file_tensor *tensors; /* [header.n_tensors] */
+    uint64_t *expert_checksums;          /* [header.n_expert_blocks] */
+    struct trunk trunk;
+    struct layer *layers; /* [header.n_layers] */
+    const uint8_t *map;   /* [header.file_bytes], read-only */
+    char *path;
+};
+
+/* Which of an expert's three matrices. */
+enum expert_part { EXPERT_GATE, EXPERT_UP, EXPERT_DOWN };
+
+/* The one way to an expert's weights: block number (layer's first_block + expert) → its matrix. */
+const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part);
+/* Asks the system to read a block ahead; advice, without an error. */
+void colibri_expert_prefetch(const struct colibri_model *model, size_t block);
+
+/* model_file.c: the checks of docs/format.md. Each returns COLIBRI_OK or a code with a sentence that starts with the field's name. */
+
+/* Magic, version, and file_bytes against the real size. */
+int colibri_check_identity(const struct colibri_file_header *header, uint64_t real_bytes, struct colibri_error error);
+/* That the tables lie inside the file, so that they can be read. */
+int colibri_check_tables(const struct colibri_file_header *header, struct colibri_error error);
+/* The checksum over header and tables. */
+int colibri_check_header_checksum(const struct colibri_file_header *header, const struct colibri_file_tensor *tensors,
+                                  const uint64_t *expert_checksums, struct colibri_error error);
+/* Architecture: ranges, flags, features that this build lacks. */
+int colibri_check_architecture(const struct colibri_file_header *header, struct colibri_error error);
+/* Every range: inside, aligned, sized as shape and format demand, not overlapping. */
+int colibri_check_ranges(const struct colibri_file_header *header, const struct colibri_file_tensor *tensors, struct colibri_error error);
+/* Shapes and roles: each present where it must be, nowhere twice. Fills layers (zeroed, [n_layers]) and trunk but for the
+ * addresses. */
+int colibri_bind_tensors(const struct colibri_file_header *header, const struct colibri_file_tensor *tensors, struct trunk *trunk,
+                         struct layer *layers, struct colibri_error error);
+/* Once the file is mapped: the addresses. */
+void colibri_place_tensors(struct colibri_model *model);
+/* Name of a role, such as "attention.q"; "unknown" for others. */
+const char *colibri_role_name(uint32_t role);
+bool colibri_layer_is_dense(const struct colibri_file_header *header, uint32_t layer);
+
+#endif
