@@ -94,7 +94,7 @@ typedef struct colibri_context_options {
 
 /* One step: rows of any number of sequences. The rows of a sequence stand together, at consecutive positions. Row i writes K
  * and V at its position into the sequence's page position / 32, which no other sequence of the batch may own, and attends to
- * all positions up to its own. */
+ * all positions up to its own. The positions before a sequence's first row must have been written (forward, load or copy). */
 typedef struct colibri_batch {
     size_t struct_bytes;
     size_t n_rows;
@@ -140,6 +140,8 @@ typedef struct colibri_sampled {
 
 /* Version of this library as text, "major.minor.patch". */
 COLIBRI_API const char *colibri_version(void);
+/* Name of the i-th instruction set that this build has kernels for, the preferred one first; NULL behind the last. */
+COLIBRI_API const char *colibri_isa_name(size_t i);
 
 /* Opens a model: reads and checks the header and tables, maps the rest without touching it. On failure *out is NULL and `err`
  * (may be NULL) has a sentence with the path, what is wrong and, for sizes, expected and actual. E_IO, E_FORMAT, E_UNSUPPORTED. */
@@ -179,10 +181,12 @@ COLIBRI_API int colibri_sample(colibri_context_t *ctx, size_t i, const colibri_s
 
 /* Bytes of one KV page in this context. */
 COLIBRI_API size_t colibri_kv_page_bytes(const colibri_context_t *ctx);
-/* Copies page `page` into buf[page_bytes] and gives its checksum. May be called from any thread on a page that nobody writes. */
+/* Copies page `page` into buf[page_bytes] and gives its checksum. May be called from any thread on a page that nobody writes, and therefore
+ * leaves colibri_last_error alone: E_INVALID is a page that is not there, a NULL, or a buf_bytes other than colibri_kv_page_bytes(). */
 COLIBRI_API int colibri_kv_save(colibri_context_t *ctx, uint32_t page, void *COLIBRI_RESTRICT buf, size_t buf_bytes, uint64_t *checksum);
 /* Copies buf into page `page`, of which the first n_tokens (1..32) positions are valid; the other lanes become zero. E_CHECKSUM: the page is
- * left zero. For colibri_infer, pages 0, 1, 2, … in order become the beginning of the context's own sequence. */
+ * left zero. For colibri_infer, pages 0, 1, 2, … in order become the beginning of the context's own sequence: a page that starts within or right
+ * behind it makes the sequence end with the page. */
 COLIBRI_API int colibri_kv_load(colibri_context_t *ctx, uint32_t page, uint32_t n_tokens, const void *COLIBRI_RESTRICT buf, size_t buf_bytes,
                                 uint64_t checksum);
 /* Copies the first n_tokens positions of a page to another, lanes behind them zero: how a tail is forked. */

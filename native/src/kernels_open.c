@@ -15,6 +15,12 @@ const struct colibri_kernels *colibri_kernels_open(const char *name, struct coli
     return kernels;
 }
 
+const char *colibri_isa_name(size_t i) {
+    for (size_t at = 0; at < i; at++)
+        if (!colibri_isa_names[at]) return NULL;
+    return colibri_isa_names[i];
+}
+
 uint64_t colibri_checksum(const void *data, size_t n_bytes) {
     static _Atomic(const struct colibri_kernels *) cached;
     const struct colibri_kernels *kernels = atomic_load(&cached);
