@@ -24,7 +24,7 @@ def installed_files() -> set[Path]:
 @pytest.mark.parametrize("part", PARTS)
 def test_every_python_file_of_a_part_is_installed(part: str) -> None:
     present = set((ROOT / part).rglob("*.py")) - {ROOT / "native/python/generate_binding.py"}
-    assert present == {path for path in installed_files() if path.is_relative_to(ROOT / part)}
+    assert present == {path for path in installed_files() if path.suffix == ".py" and path.is_relative_to(ROOT / part)}
 
 
 def test_no_folder_shadows_the_installed_package() -> None:

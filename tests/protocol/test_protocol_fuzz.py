@@ -45,7 +45,9 @@ answers = st.fixed_dictionaries(
     optional={
         "id": st.integers(0, 4) | plain,
         "done": st.just(completion().to_wire()) | plain,
-        "token": st.fixed_dictionaries({"text": st.text(max_size=3) | plain, "ids": st.lists(st.integers(-1, 2**32)) | plain}),
+        "token": st.fixed_dictionaries(
+            {"text": st.text(max_size=3) | plain, "ids": st.lists(st.integers(-1, 2**32)) | plain}
+        ),
         "error": st.dictionaries(st.sampled_from(["type", "message", "where", "hint", "self", "x"]), plain) | plain,
         "progress": plain,
     },

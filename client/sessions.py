@@ -1,0 +1,110 @@
+"""A named session: a conversation that the daemon keeps, with its KV cache, from process to process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Unpack
+
+from .protocol.errors import SessionExists, SessionNotFound
+from .protocol.messages import SessionDelete, SessionFork, SessionGet, SessionInfo, SessionTruncate
+
+if TYPE_CHECKING:
+    from .replies import OnProgress, Reply, Stream
+    from .sync import Client, Messages, Options, Prompt
+
+
+class Session:
+    """A session, made or resumed: `str(session)` says which, how old and how long it is.
+
+    A session that was made exists in the daemon from its first turn on. `n_tokens`, `n_turns` and `age_s` are as of
+    the last turn, or of opening it.
+    """
+
+    def __init__(self, client: Client, name: str, *, resume: bool | None = None) -> None:
+        """Use Client.session(). Raises SessionNotFound, SessionExists."""
+        self._client = client
+        self.name = name
+        self.n_tokens = 0
+        self.n_turns = 0
+        self.age_s = 0.0
+        self.state = "new"
+        try:
+            info = self.info()
+        except SessionNotFound:
+            if resume:
+                raise
+            self.resumed = False
+        else:
+            if resume is False:
+                raise SessionExists("there is a session of this name", where=name, hint="resume it, or choose another")
+            self.resumed = True
+            self._remember(info)
+        # Told with every turn: a session that was made here must not turn out to be another program's, nor one that
+        # was resumed be silently made anew after it was deleted.
+        self._expected: bool | None = self.resumed
+
+    def __str__(self) -> str:
+        if not self.resumed:
+            return f"session {self.name!r}: new"
+        return f"session {self.name!r}: resumed, {age(self.age_s)} old, {self.n_turns} turns, {self.n_tokens} tokens"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def chat(self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]) -> Reply:
+        """Adds messages (a text is one of the user), and gives the whole reply."""
+        return self.chat_stream(messages, on_progress=on_progress, **options).result
+
+    def chat_stream(
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
+    ) -> Stream:
+        """Adds messages, and gives the reply in pieces."""
+        return self._client._chat(messages, options, self, on_progress)
+
+    def generate(self, prompt: Prompt, *, on_progress: OnProgress | None = None, **options: Unpack[Options]) -> Stream:
+        """Goes on with raw text or token ids, without the template; an empty prompt goes on from where it is."""
+        return self._client._generate(prompt, options, self, on_progress)
+
+    def info(self, *, include_tokens: bool = False) -> SessionInfo:
+        """All that the daemon keeps of it: messages, times, counts, and where asked for the token ids."""
+        info: SessionInfo = self._client._call(SessionGet(name=self.name, include_tokens=include_tokens))
+        return info
+
+    def fork(self, to: str, *, n_tokens: int | None = None) -> Session:
+        """A copy under another name, of the first n_tokens or all; no KV is copied. Raises SessionExists."""
+        self._client._call(SessionFork(name=self.name, to=to, n_tokens=n_tokens))
+        return Session(self._client, to, resume=True)
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forgets what comes after the first n_tokens."""
+        self._client._call(SessionTruncate(name=self.name, n_tokens=n_tokens))
+        self._remember(self.info())
+
+    def delete(self) -> None:
+        """Forgets it all. A later turn raises SessionNotFound."""
+        self._client._call(SessionDelete(name=self.name))
+
+    def _remember(self, info: SessionInfo) -> None:
+        self.n_tokens, self.n_turns, self.state = info.n_tokens, info.n_turns, info.state
+        self.age_s = max(0.0, time.time() - info.created)
+
+    def _turn_ended(self, reply: Reply | None) -> None:
+        if reply is None or reply.session is None:
+            # A first turn that failed may have made the session before it did.
+            self._expected = self._expected or None
+            return
+        self._expected = True
+        self.n_tokens, self.n_turns = reply.session.n_tokens, reply.session.n_turns
+        self.age_s = reply.session.age_s
+
+
+# Seconds in a unit, and its name.
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def age(seconds: float) -> str:
+    """A time as a person says it: 45 s, 12 min, 3 h, 9 d."""
+    for unit, name in _UNITS:
+        if seconds >= unit:
+            return f"{seconds // unit:.0f} {name}"
+    return f"{seconds:.0f} s"
