@@ -25,6 +25,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
 from colibri.daemon.text import Tokenizer
 from colibri.protocol.errors import TemplateError
 

@@ -52,7 +52,7 @@ def _header(raw: bytes) -> dict[str, Any]:
     names += " n_kv_heads head_dim rotary_dim n_experts top_k expert_width shared_width dense_width max_positions"
     header = {name: words[i] for i, name in enumerate(names.split())}
     floats = struct.unpack_from("<5f", raw, 144 + 19 * 4)
-    header |= dict(zip("rms_eps attention_scale rope_factor router_scale qkv_clip".split(), floats, strict=True))
+    header |= dict(zip(["rms_eps", "attention_scale", "rope_factor", "router_scale", "qkv_clip"], floats, strict=True))
     offsets = struct.unpack_from("<10Q", raw, 64)
     names = (
         "tensor_table n_tensors expert_table n_blocks json json_bytes json_checksum experts expert_stride expert_bytes"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from colibri.daemon.sessions import Session, Sessions, SessionSummary
 from colibri.kvstore import TruthStore
 from colibri.protocol import errors
