@@ -133,7 +133,7 @@ class PageTable:
         self._writer: PageWriter[Node] | None = (
             PageWriter(store, max_queue_bytes=write_queue_bytes) if store is not None else None
         )
-        self._page_bytes = pool.page_bytes
+        self.page_bytes = pool.page_bytes
         self._root = Node(page_id(key, b"", ()), None, (), -1, saved=True, storable=True)
         self._ids: dict[bytes, Node] = {self._root.id: self._root}
         self._node_of: list[Node | None] = [None] * n_pages
@@ -424,7 +424,7 @@ class PageTable:
         if self._writer is None:
             return True
         deadline = time.monotonic() + timeout_s
-        while self.has_unsaved and self._writer.wait_for_room(self._page_bytes, deadline):
+        while self.has_unsaved and self._writer.wait_for_room(self.page_bytes, deadline):
             self.write_behind(tails=True)
         self._writer.flush(deadline)
         self._writer.close(deadline)
@@ -435,7 +435,7 @@ class PageTable:
         """Copies a page out and hands it to the writer, if that has room."""
         assert self._writer is not None
         assert node.parent is not None
-        if not self._writer.has_room(self._page_bytes):
+        if not self._writer.has_room(self.page_bytes):
             return False
         payload, checksum = self._pool.kv_save(node.page)
         write = PageWrite(node.id, node.parent.id, node.tokens, checksum, payload)
@@ -462,7 +462,7 @@ class PageTable:
             "free": len(self._free),
             "cached": len(self._cached),
             "active": self.n_pages - self.n_available,
-            "page_bytes": self._page_bytes,
+            "page_bytes": self.page_bytes,
             "unsaved": len(self._unsaved) + len(self._unsaved_tails),
             "write_queue": writer.n_queued if writer else 0,
             "write_queue_bytes": writer.queued_bytes if writer else 0,

@@ -256,6 +256,27 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest, PromptTooLong or CapacityExceeded; changes nothing. Any thread."""
+        n, limits = len(request.tokens), self.limits
+        if n == 0:
+            raise InvalidRequest("there are no tokens", where="tokens", hint="give at least one")
+        for token in (min(request.tokens), max(request.tokens)):
+            if not 0 <= token < limits.vocabulary:
+                raise InvalidRequest(f"token {token} is not in the vocabulary of {limits.vocabulary}", where="tokens")
+        if not request.score and request.max_tokens < 1:
+            raise InvalidRequest(f"must be at least 1, is {request.max_tokens}", where="max_tokens")
+        n_total = n if request.score else n + request.max_tokens
+        if n_total > limits.max_context:
+            raise PromptTooLong(
+                f"{n} tokens of prompt and {n_total - n} of reply exceed the context of {limits.max_context}",
+                hint="shorten the prompt or lower max_tokens",
+                prompt_tokens=n,
+                max_tokens=n_total - n,
+                context=limits.max_context,
+            )
+        self._check_capacity(n_total)
+
     def submit(self, request: Request) -> Ticket:
         """Queues a request. Raises what `ticket` raises, and Overloaded."""
         ticket = self.ticket(request)
@@ -330,27 +351,6 @@ class Scheduler:
         }
 
     # -- arrival --------------------------------------------------------------------------------------------------
-
-    def check(self, request: Request) -> None:
-        """Raises InvalidRequest, PromptTooLong or CapacityExceeded; changes nothing. Any thread."""
-        n, limits = len(request.tokens), self.limits
-        if n == 0:
-            raise InvalidRequest("there are no tokens", where="tokens", hint="give at least one")
-        for token in (min(request.tokens), max(request.tokens)):
-            if not 0 <= token < limits.vocabulary:
-                raise InvalidRequest(f"token {token} is not in the vocabulary of {limits.vocabulary}", where="tokens")
-        if not request.score and request.max_tokens < 1:
-            raise InvalidRequest(f"must be at least 1, is {request.max_tokens}", where="max_tokens")
-        n_total = n if request.score else n + request.max_tokens
-        if n_total > limits.max_context:
-            raise PromptTooLong(
-                f"{n} tokens of prompt and {n_total - n} of reply exceed the context of {limits.max_context}",
-                hint="shorten the prompt or lower max_tokens",
-                prompt_tokens=n,
-                max_tokens=n_total - n,
-                context=limits.max_context,
-            )
-        self._check_capacity(n_total)
 
     def _check_capacity(self, n_total: int) -> None:
         """Refuses what would not fit if it were alone. The last token is drawn or scored, never computed."""
