@@ -532,16 +532,9 @@ class Scheduler:
 
     @staticmethod
     def _sampling(ticket: Ticket) -> Any:
-        """The request's parameters at this position; the history, not copied, only where penalties look at it."""
-        sampling = ticket.request.sampling
-        penalized = (
-            sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-        )
+        """The request's parameters at this position. Penalties look at the history; the array itself, not a copy."""
         return dataclasses.replace(
-            sampling,
-            position=len(ticket.tokens),
-            history=ticket.tokens if penalized else (),
-            n_prompt=ticket.n_prompt if penalized else 0,
+            ticket.request.sampling, position=len(ticket.tokens), history=ticket.tokens, n_prompt=ticket.n_prompt
         )
 
     # -- departure ------------------------------------------------------------------------------------------------

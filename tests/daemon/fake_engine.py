@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PAGE_TOKENS = 32
@@ -56,6 +56,10 @@ class Sampling:
     n_top_logprobs: int = 0
     allowed: Any = None
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -85,11 +89,9 @@ def _logprob(logits: bytes, token: int) -> float:
 
 
 def _draw(logits: bytes, sampling: Any, vocabulary: int) -> int:
-    if sampling.temperature == 0 and not len(sampling.history):
-        return _number(logits) % vocabulary
-    history = b",".join(b"%d" % token for token in sampling.history)
-    draw = (sampling.seed, sampling.position) if sampling.temperature else ()
-    return _number(logits, history, sampling.n_prompt, *draw) % vocabulary
+    drawn = (sampling.seed, sampling.position) if sampling.temperature else ()
+    penalized = (sampling.n_prompt, *sampling.history) if sampling.has_penalties else ()
+    return _number(logits, *drawn, b"history", *penalized) % vocabulary
 
 
 class FakeEngine:
@@ -242,13 +244,10 @@ class Reference:
             out.append(seen.digest())
         return out
 
-    def generate(self, prompt: Sequence[int], n: int, sampling: Any = None) -> list[int]:
-        sampling = sampling or Sampling()
+    def generate(self, prompt: Sequence[int], n: int, sampling: Sampling | None = None) -> list[int]:
         tokens = list(prompt)
         for _ in range(n):
-            here = Sampling(**(vars(sampling) | {"position": len(tokens)}))
-            if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
-                here = Sampling(**(vars(here) | {"history": tuple(tokens), "n_prompt": len(prompt)}))
+            here = replace(sampling or Sampling(), position=len(tokens), history=tuple(tokens), n_prompt=len(prompt))
             tokens.append(_draw(self.logits(tokens)[-1], here, self._vocabulary))
         return tokens[len(prompt) :]
 

@@ -170,9 +170,7 @@ def test_call_runs_on_the_engine_thread_and_returns_or_raises(running: Running) 
         running.thread.call(lambda: 1 // 0).result(PATIENCE_S)
 
 
-def test_a_bug_in_a_step_ends_its_requests_only(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_a_step_ends_its_requests_only(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = running.rig.scheduler._plan
     monkeypatch.setattr(running.rig.scheduler, "_plan", lambda: 1 // 0)
     _, broken = running.submit(tokens_of(1, 5))
