@@ -1,12 +1,7 @@
 /*
  * Which table to use. This file alone asks the CPU, and believes it only so far: before a table is handed out, each of its functions runs a
- * small problem and must equal the scalar table bit for bit. An illegal instruction (an emulator, a masked feature) fails the trial, not the
- * process.
+ * small problem and must equal the scalar table bit for bit (trial.c).
  */
-#define _POSIX_C_SOURCE 200809L /* sigaction, sigsetjmp */
-
-#include <setjmp.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -117,43 +112,6 @@ const char *const colibri_isa_names[] = {
     NULL,
 };
 
-/* ---- the trial, surviving SIGILL ---- */
-
-#ifndef _WIN32
-
-/* The handler is the process's, the fault this thread's: on any other thread it gives the fault to whoever had the signal before. */
-static _Thread_local volatile sig_atomic_t on_trial;
-static _Thread_local sigjmp_buf out_of_trial;
-static struct sigaction before_trial;
-
-static void on_illegal_instruction(int number)
-{
-    if (on_trial) siglongjmp(out_of_trial, 1);
-    sigaction(number, &before_trial, NULL); /* the instruction runs again, under it */
-}
-
-static const char *try_table(const struct colibri_kernels *table)
-{
-    struct sigaction action = {.sa_handler = on_illegal_instruction};
-    sigemptyset(&action.sa_mask);
-    if (sigaction(SIGILL, &action, &before_trial) != 0) return "cannot be tried: SIGILL cannot be caught";
-    const char *volatile failed = "meets an illegal instruction on this CPU";
-    if (sigsetjmp(out_of_trial, 1) == 0) {
-        on_trial = 1;
-        const char *differs = colibri_kernels_trial(table, &colibri_kernels_scalar);
-        failed = differs;
-    }
-    on_trial = 0;
-    sigaction(SIGILL, &before_trial, NULL);
-    return failed;
-}
-
-#else
-
-static const char *try_table(const struct colibri_kernels *table) { return colibri_kernels_trial(table, &colibri_kernels_scalar); }
-
-#endif
-
 /* NULL, or why this table is not to be used here: a clause whose subject is the table's name. */
 static const char *verdict(const struct isa *isa, char *text, size_t n)
 {
@@ -167,7 +125,7 @@ static const char *verdict(const struct isa *isa, char *text, size_t n)
     }
     if (isa->table == &colibri_kernels_scalar) return NULL;
     if (known[i] == UNKNOWN) {
-        reasons[i] = try_table(isa->table);
+        reasons[i] = colibri_kernels_trial(isa->table, &colibri_kernels_scalar);
         known[i] = reasons[i] ? FAILS : PASSES;
     }
     return reasons[i];

@@ -16,18 +16,18 @@
 #endif
 
 #define LANES_INLINE static inline __attribute__((always_inline))
-#define EACH_LANE for (int i = 0; i < 16; i++)
+#define EACH_LANE _Pragma("GCC unroll 1") for (int i = 0; i < 16; i++)
 
 /* What fits the registers (see matmul.inc, attention.inc): accumulators of 16 lanes at a time, and at most how many rows or queries share a
- * load of weights, K or V. Here a compiler gets small loops. */
-#define WIDE_ACCUMULATORS 4
-#define WIDE_MOST_ROWS 4
-#define Q8_ACCUMULATORS 4
-#define Q8_MOST_ROWS 4
+ * load of weights, K or V. Here 16 lanes alone are more than fits. */
+#define WIDE_ACCUMULATORS 1
+#define WIDE_MOST_ROWS 1
+#define Q8_ACCUMULATORS 1
+#define Q8_MOST_ROWS 1
 #define Q8_ROWS 1 /* of one q8_dot */
-#define SCORE_QUERIES 2
-#define VALUE_ACCUMULATORS 4
-#define VALUE_QUERIES 2
+#define SCORE_QUERIES 1
+#define VALUE_ACCUMULATORS 1
+#define VALUE_QUERIES 1
 
 typedef struct { float x[16]; } vf;
 typedef struct { uint32_t x[16]; } vi; /* unsigned, so that wrapping is defined; signed where an operation says so */

@@ -1,6 +1,13 @@
-/* A trial of one table against another: every function once, at a shape that has whole and partial vectors. */
+/*
+ * A trial of one table against another: every function once, at a shape that has whole and partial vectors. An illegal instruction (under an
+ * emulator, or where the CPU claims too much) fails the trial, not the process.
+ */
+#define _POSIX_C_SOURCE 200809L /* sigaction, sigsetjmp */
+
 #include "trial.h"
 
+#include <setjmp.h>
+#include <signal.h>
 #include <string.h>
 
 #include "colibri.h"
@@ -106,7 +113,7 @@ static void try_attention_f32(const struct colibri_kernels *f, struct outcome *o
 static void try_attention_f16(const struct colibri_kernels *f, struct outcome *o) { attend(f, COLIBRI_KV_F16, o); }
 static void try_checksum(const struct colibri_kernels *f, struct outcome *o) { o->number = f->checksum(problem.weights, 777); }
 
-const char *colibri_kernels_trial(const struct colibri_kernels *table, const struct colibri_kernels *reference)
+static const char *compare(const struct colibri_kernels *table, const struct colibri_kernels *reference)
 {
     static const struct {
         function_under_trial *run;
@@ -134,3 +141,37 @@ const char *colibri_kernels_trial(const struct colibri_kernels *table, const str
     }
     return NULL;
 }
+
+#ifndef _WIN32
+
+/* The handler is the process's, the fault this thread's: on any other thread it gives the fault to whoever had the signal before. */
+static _Thread_local volatile sig_atomic_t on_trial;
+static _Thread_local sigjmp_buf out_of_trial;
+static struct sigaction before_trial;
+
+static void on_illegal_instruction(int number)
+{
+    if (on_trial) siglongjmp(out_of_trial, 1);
+    sigaction(number, &before_trial, NULL); /* the instruction runs again, under it */
+}
+
+const char *colibri_kernels_trial(const struct colibri_kernels *table, const struct colibri_kernels *reference)
+{
+    struct sigaction action = {.sa_handler = on_illegal_instruction};
+    sigemptyset(&action.sa_mask);
+    if (sigaction(SIGILL, &action, &before_trial) != 0) return "cannot be tried: SIGILL cannot be caught";
+    const char *volatile failed = "meets an illegal instruction on this CPU";
+    if (sigsetjmp(out_of_trial, 1) == 0) {
+        on_trial = 1;
+        failed = compare(table, reference);
+    }
+    on_trial = 0;
+    sigaction(SIGILL, &before_trial, NULL);
+    return failed;
+}
+
+#else
+
+const char *colibri_kernels_trial(const struct colibri_kernels *table, const struct colibri_kernels *reference) { return compare(table, reference); }
+
+#endif

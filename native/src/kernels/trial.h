@@ -3,8 +3,8 @@
 
 #include "kernels.h"
 
-/* Runs every function of both tables on small problems. NULL if all bits are equal, else a clause that names the first that differs. Takes well
- * under a millisecond; memory is static or on the stack, so that leaving by a jump loses nothing. */
+/* Runs every function of both tables on small problems. NULL if all bits are equal, else a clause that says what differs, or that table met an
+ * illegal instruction. Takes about a millisecond; not for two threads at once: its memory is static, so that leaving by a jump loses nothing. */
 const char *colibri_kernels_trial(const struct colibri_kernels *table, const struct colibri_kernels *reference);
 
 #endif
