@@ -1,0 +1,279 @@
+"""inspect(): what a .colibri file holds, checked as strictly as the engine checks it at open.
+
+Reads the header and the tables, and with verify=True everything else. No field is believed before it was compared with the file's
+real size, and no size read from the file becomes an allocation before that.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ModelFileError
+from .format import (
+    EXPERT_ALIGN,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_END_TOKENS,
+    MAX_LAYERS,
+    NO_LAYER,
+    TENSOR_ALIGN,
+    TENSOR_ENTRY,
+    VERSION,
+    ArchFlag,
+    Format,
+    Role,
+    align,
+    checksum,
+    fingerprint,
+    header_checksum,
+    matrix_bytes,
+)
+
+_DENSE_ROLES = (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN)
+_ATTENTION_ROLES = (Role.Q, Role.K, Role.V, Role.O, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.O_BIAS)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer is made of."""
+
+    layer: int
+    kind: str  # "experts" or "dense"
+    attention_format: str
+    ffn_format: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A file in figures. `resident_bytes`: how much of it is in memory now (None where the system does not tell)."""
+
+    path: str
+    version: int
+    family: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+    file_bytes: int
+    architecture: dict[str, Any]
+    layers: list[LayerPlan]
+    bytes_by_kind: dict[str, int]
+    formats: dict[str, str]
+    alignment: dict[str, int]
+    end_tokens: list[int]
+    has_chat_template: bool
+    converter: dict[str, Any]
+    quantization: dict[str, Any]
+    resident_bytes: int | None
+    verified: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ModelFile:
+    """An opened file whose header and tables were checked. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise ModelFileError(f"cannot be opened: {error.strerror}", where=str(path)) from None
+        try:
+            self.size = os.fstat(self._file.fileno()).st_size
+            self.header = self._read_header()
+            self.tensors, self.expert_table = self._read_tables()
+            self._check_architecture()
+            self._check_tensors()
+            self._check_ranges()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ModelFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def error(self, message: str, hint: str | None = None) -> ModelFileError:
+        return ModelFileError(message, where=str(self.path), hint=hint)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.header[name])
+
+    def read(self, offset: int, n_bytes: int) -> bytes:
+        """Bytes of the file; the range was checked before."""
+        data = os.pread(self._file.fileno(), n_bytes, offset)
+        if len(data) != n_bytes:
+            raise self.error(f"shrank while it was read: {n_bytes} bytes expected at {offset}, found {len(data)}")
+        return data
+
+    def _read_header(self) -> npt.NDArray[np.void]:
+        raw = os.pread(self._file.fileno(), HEADER_BYTES, 0)
+        if raw[:8] != MAGIC:
+            raise self.error("is not a .colibri file", "convert a checkpoint with `colibrictl convert`")
+        if len(raw) < HEADER_BYTES:
+            raise self.error(f"cut short: expected at least {HEADER_BYTES} bytes, found {self.size}")
+        header = np.frombuffer(raw, HEADER)[0]
+        if header["version"] != VERSION or header["header_bytes"] != HEADER_BYTES:
+            raise self.error(f"is of version {header['version']}; this program reads version {VERSION}")
+        if header["file_bytes"] != self.size:
+            what = "cut short" if self.size < header["file_bytes"] else "too long"
+            raise self.error(f"{what}: expected {header['file_bytes']} bytes, found {self.size}")
+        unknown = int(header["arch_flags"]) & ~int(sum(ArchFlag))
+        if unknown:
+            raise self.error(f"has architecture flags that this program does not know: {unknown:#x}")
+        return header
+
+    def _read_tables(self) -> tuple[npt.NDArray[np.void], bytes]:
+        table_bytes = self["n_tensors"] * TENSOR_ENTRY.itemsize
+        expert_table_bytes = self["n_expert_blocks"] * 8
+        self._demand_range("tensor table", self["tensor_table_offset"], table_bytes, 8)
+        self._demand_range("expert table", self["expert_table_offset"], expert_table_bytes, 8)
+        self._demand_range("JSON", self["json_offset"], self["json_bytes"], 1)
+        tensors = np.frombuffer(self.read(self["tensor_table_offset"], table_bytes), TENSOR_ENTRY)
+        expert_table = self.read(self["expert_table_offset"], expert_table_bytes)
+        if header_checksum(np.asarray(self.header), tensors, expert_table) != self["header_checksum"]:
+            raise self.error("header or tables are damaged: their checksum differs")
+        return tensors, expert_table
+
+    def _demand_range(self, what: str, offset: int, n_bytes: int, alignment: int) -> None:
+        if offset < HEADER_BYTES or offset + n_bytes > self.size:
+            raise self.error(f"{what}: {n_bytes} bytes at {offset} are not inside the file of {self.size}")
+        if offset % alignment:
+            raise self.error(f"{what}: offset {offset} is not a multiple of {alignment}")
+
+    def _check_architecture(self) -> None:
+        positive = "n_layers hidden vocabulary n_heads n_kv_heads head_dim n_experts top_k expert_width max_positions".split()
+        for name in positive:
+            if self[name] == 0:
+                raise self.error(f"{name} is zero")
+        limits = {
+            "n_layers": MAX_LAYERS,
+            "n_end_tokens": MAX_END_TOKENS,
+            "top_k": self["n_experts"],
+            "rotary_dim": self["head_dim"],
+            "n_kv_heads": self["n_heads"],
+        }
+        for name, limit in limits.items():
+            if self[name] > limit:
+                raise self.error(f"{name} is {self[name]}, more than {limit}")
+        if self["n_heads"] % self["n_kv_heads"]:
+            raise self.error(f"{self['n_kv_heads']} KV heads do not divide {self['n_heads']} heads")
+        if self["n_expert_blocks"] != len(self.moe_layers()) * self["n_experts"]:
+            raise self.error(f"n_expert_blocks is {self['n_expert_blocks']}, not MoE layers times experts")
+
+    def _check_tensors(self) -> None:
+        seen: set[tuple[int, int]] = set()
+        for entry in self.tensors:
+            name = self.tensor_name(entry)
+            role, layer, fmt = int(entry["role"]), int(entry["layer"]), int(entry["format"])
+            if role not in set(Role) or fmt not in set(Format) - {Format.Q4}:
+                raise self.error(f"{name}: role {role} or format {fmt} is unknown")
+            if layer != NO_LAYER and layer >= self["n_layers"]:
+                raise self.error(f"{name}: there are {self['n_layers']} layers")
+            if (role, layer) in seen:
+                raise self.error(f"{name}: stands twice in the table")
+            seen.add((role, layer))
+            if 0 in (entry["rows"], entry["cols"]):
+                raise self.error(f"{name}: has no elements")
+            demanded = matrix_bytes(Format(fmt), int(entry["rows"]), int(entry["cols"]))
+            if entry["bytes"] != demanded:
+                raise self.error(f"{name}: has {entry['bytes']} bytes, its shape demands {demanded}")
+            self._demand_range(name, int(entry["offset"]), demanded, TENSOR_ALIGN)
+        if self.expert_bytes() != self["expert_bytes"]:
+            raise self.error(f"expert_bytes is {self['expert_bytes']}, the shapes demand {self.expert_bytes()}")
+        if self["expert_stride"] != align(self["expert_bytes"], EXPERT_ALIGN):
+            raise self.error(f"expert_stride is {self['expert_stride']}")
+        self._demand_range("experts", self["expert_offset"], self["n_expert_blocks"] * self["expert_stride"], EXPERT_ALIGN)
+
+    def _check_ranges(self) -> None:
+        """No two parts may overlap."""
+        parts = [
+            (0, HEADER_BYTES, "header"),
+            (self["tensor_table_offset"], self.tensors.nbytes, "tensor table"),
+            (self["expert_table_offset"], len(self.expert_table), "expert table"),
+            (self["json_offset"], self["json_bytes"], "JSON"),
+            (self["expert_offset"], self["n_expert_blocks"] * self["expert_stride"], "experts"),
+            *((int(entry["offset"]), int(entry["bytes"]), self.tensor_name(entry)) for entry in self.tensors),
+        ]
+        parts.sort()
+        for (offset, n_bytes, name), (following, _, other) in zip(parts, parts[1:], strict=False):
+            if offset + n_bytes > following:
+                raise self.error(f"{name} and {other} overlap")
+
+    def tensor_name(self, entry: npt.NDArray[np.void]) -> str:
+        """Role and layer of a table entry in words."""
+        role = int(entry["role"])
+        name = Role(role).name.lower() if role in set(Role) else f"role {role}"
+        return name if entry["layer"] == NO_LAYER else f"layer {entry['layer']} {name}"
+
+    def moe_layers(self) -> list[int]:
+        mask = self.header["dense_layers"]
+        return [layer for layer in range(self["n_layers"]) if not int(mask[layer // 32]) >> layer % 32 & 1]
+
+    def expert_bytes(self) -> int:
+        try:
+            fmt = Format(self["expert_format"])
+            width, hidden = self["expert_width"], self["hidden"]
+            return 2 * matrix_bytes(fmt, width, hidden) + matrix_bytes(fmt, hidden, width)
+        except ValueError:
+            raise self.error(f"expert_format {self['expert_format']} is unknown") from None
+
+    def json(self) -> dict[str, Any]:
+        """The parsed JSON part; its checksum is compared first."""
+        raw = self.read(self["json_offset"], self["json_bytes"])
+        if checksum(raw) != self["json_checksum"]:
+            raise self.error("JSON is damaged: its checksum differs")
+        document = json.loads(raw)
+        if not isinstance(document, dict):
+            raise self.error("JSON is not an object")
+        return document
+
+    def verify(self) -> None:
+        """Reads everything and compares fingerprint and checksums; ModelFileError names the first part that differs."""
+        header = np.asarray(self.header)
+        if fingerprint(header, self.tensors, self.expert_table) != self.header["fingerprint"].tobytes():
+            raise self.error("the fingerprint is not that of header and tables")
+        for entry in self.tensors:
+            if checksum(self.read(int(entry["offset"]), int(entry["bytes"]))) != entry["checksum"]:
+                raise self.error(f"{self.tensor_name(entry)} is damaged: its checksum differs")
+        expected = np.frombuffer(self.expert_table, "<u8")
+        for (layer, expert, offset), value in zip(self._expert_blocks(), expected, strict=True):
+            if checksum(self.read(offset, self["expert_bytes"])) != value:
+                raise self.error(f"layer {layer} expert {expert} is damaged: its checksum differs")
+
+    def _expert_blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(layer, expert, offset) in the order of the blocks."""
+        offset = self["expert_offset"]
+        for layer in self.moe_layers():
+            for expert in range(self["n_experts"]):
+                yield layer, expert, offset
+                offset += self["expert_stride"]
+
+    def resident_bytes(self) -> int | None:
+        """How much of the file the page cache holds, by mincore(2)."""
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "mincore"):
+            return None
+        n_pages = -(-self.size // mmap.PAGESIZE)
+        flags = (ctypes.c_ubyte * n_pages)()
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+            view = np.frombuffer(mapping, np.uint8)
+            status = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(self.size), flags)
+            del view  # the mapping cannot be closed while it is looked at
+        return int(np.count_nonzero(np.frombuffer(flags, np.uint8) & 1)) * mmap.PAGESIZE if status == 0 else None
