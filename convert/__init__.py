@@ -12,12 +12,15 @@ from .errors import (
     TensorError,
     UnsupportedModel,
 )
+from .inspection import Inspection, LayerPlan, inspect
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "ConvertError",
     "DamagedFile",
+    "Inspection",
+    "LayerPlan",
     "MissingFile",
     "ModelFileError",
     "OutputError",
@@ -26,4 +29,5 @@ __all__ = [
     "TensorError",
     "UnsupportedModel",
     "convert",
+    "inspect",
 ]

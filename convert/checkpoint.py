@@ -2,7 +2,8 @@
 
 Owns the folder, its index and its safetensors files. Everything that can be known without reading weights is checked at
 open: that each shard is there, is as long as its header says, and holds what the index names. Only files that the index
-names are opened (`consolidated.*` and the like are left alone). Weights come as float32, a band of rows at a time."""
+names are opened (`consolidated.*` and the like are left alone). Weights come as float32, a band of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -170,6 +171,7 @@ class Checkpoint:
 
     def bands(self, name: str, rows: slice, band_rows: int, prefix: tuple[int, ...] = ()) -> Iterator[Floats]:
         """Rows [start, stop) of a matrix in bands of at most band_rows: [band, cols]. `prefix` picks the matrix in a
-        stack."""
+        stack.
+        """
         for start in range(rows.start, rows.stop, band_rows):
             yield self.read(name, (*prefix, slice(start, min(start + band_rows, rows.stop))))

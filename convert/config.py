@@ -44,7 +44,8 @@ HARMLESS = frozenset(
 
 class Config:
     """One JSON object; getters raise ConfigError naming the key. `null` counts as absent, as it does for
-    transformers."""
+    transformers.
+    """
 
     def __init__(self, values: Any, where: str = "config.json") -> None:
         if not isinstance(values, dict):
@@ -63,7 +64,8 @@ class Config:
 
     def integer(self, *keys: str, default: int | None = None, low: int = 1, high: int = 2**31 - 1) -> int:
         """An integer in [low, high] under the first of `keys` that is there; ConfigError if none is and there is no
-        default."""
+        default.
+        """
         for key in keys:
             value = self.get(key)
             if value is None:

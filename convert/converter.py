@@ -2,7 +2,8 @@
 
 First everything is checked (plan.py); then tensors are read, encoded and written one by one; the header, without which
 no reader takes the file, comes last. The same model gives the same bytes, however its checkpoint was split into files
-or its experts were stored."""
+or its experts were stored.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from colibri.native import checksum
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, read_json
@@ -33,7 +36,6 @@ from .format import (
     Bytes,
     Format,
     align,
-    checksum,
     fingerprint,
     header_checksum,
     lay_out,

@@ -13,7 +13,7 @@ from enum import IntEnum, IntFlag
 import numpy as np
 import numpy.typing as npt
 
-from .checksum import checksum as checksum
+from colibri.native import checksum
 
 MAGIC = b"COLIBRI\x1a"
 VERSION = 1
@@ -241,7 +241,8 @@ def header_checksum(header: npt.NDArray[np.void], tensor_table: npt.NDArray[np.v
 
 def fingerprint(header: npt.NDArray[np.void], tensor_table: npt.NDArray[np.void], expert_table: bytes) -> bytes:
     """SHA-256 of architecture and weights: what a KV cache depends on, and what neither tokenizer nor template
-    change."""
+    change.
+    """
     fields = HEADER.fields
     assert fields is not None
     table = tensor_table.copy()

@@ -1,22 +1,26 @@
 """inspect(): what a .colibri file holds, checked as strictly as the engine checks it at open.
 
-Reads the header and the tables, and with verify=True everything else. No field is believed before it was compared with the file's
-real size, and no size read from the file becomes an allocation before that.
+Reads the header and the tables, and with verify=True everything else. No field is believed before it was compared with
+the file's real size, and no size read from the file becomes an allocation before that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from colibri.native import checksum
 
 from .errors import ModelFileError
 from .format import (
@@ -34,14 +38,26 @@ from .format import (
     Format,
     Role,
     align,
-    checksum,
     fingerprint,
     header_checksum,
     matrix_bytes,
 )
 
 _DENSE_ROLES = (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN)
-_ATTENTION_ROLES = (Role.Q, Role.K, Role.V, Role.O, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.O_BIAS)
+_ATTENTION_MATRICES = (Role.Q, Role.K, Role.V, Role.O)
+_ATTENTION_ROLES = (*_ATTENTION_MATRICES, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.O_BIAS)
+_POSITIVE_FIELDS = (
+    "n_layers",
+    "hidden",
+    "vocabulary",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "n_experts",
+    "top_k",
+    "expert_width",
+    "max_positions",
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,7 @@ class ModelFile:
             raise self.error("is not a .colibri file", "convert a checkpoint with `colibrictl convert`")
         if len(raw) < HEADER_BYTES:
             raise self.error(f"cut short: expected at least {HEADER_BYTES} bytes, found {self.size}")
-        header = np.frombuffer(raw, HEADER)[0]
+        header: npt.NDArray[np.void] = np.frombuffer(raw, HEADER)[0]
         if header["version"] != VERSION or header["header_bytes"] != HEADER_BYTES:
             raise self.error(f"is of version {header['version']}; this program reads version {VERSION}")
         if header["file_bytes"] != self.size:
@@ -156,8 +172,7 @@ class ModelFile:
             raise self.error(f"{what}: offset {offset} is not a multiple of {alignment}")
 
     def _check_architecture(self) -> None:
-        positive = "n_layers hidden vocabulary n_heads n_kv_heads head_dim n_experts top_k expert_width max_positions".split()
-        for name in positive:
+        for name in _POSITIVE_FIELDS:
             if self[name] == 0:
                 raise self.error(f"{name} is zero")
         limits = {
@@ -197,7 +212,8 @@ class ModelFile:
             raise self.error(f"expert_bytes is {self['expert_bytes']}, the shapes demand {self.expert_bytes()}")
         if self["expert_stride"] != align(self["expert_bytes"], EXPERT_ALIGN):
             raise self.error(f"expert_stride is {self['expert_stride']}")
-        self._demand_range("experts", self["expert_offset"], self["n_expert_blocks"] * self["expert_stride"], EXPERT_ALIGN)
+        n_bytes = self["n_expert_blocks"] * self["expert_stride"]
+        self._demand_range("experts", self["expert_offset"], n_bytes, EXPERT_ALIGN)
 
     def _check_ranges(self) -> None:
         """No two parts may overlap."""
@@ -210,7 +226,7 @@ class ModelFile:
             *((int(entry["offset"]), int(entry["bytes"]), self.tensor_name(entry)) for entry in self.tensors),
         ]
         parts.sort()
-        for (offset, n_bytes, name), (following, _, other) in zip(parts, parts[1:], strict=False):
+        for (offset, n_bytes, name), (following, _, other) in pairwise(parts):
             if offset + n_bytes > following:
                 raise self.error(f"{name} and {other} overlap")
 
@@ -265,8 +281,6 @@ class ModelFile:
 
     def resident_bytes(self) -> int | None:
         """How much of the file the page cache holds, by mincore(2)."""
-        import ctypes
-
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "mincore"):
             return None
@@ -276,4 +290,85 @@ class ModelFile:
             view = np.frombuffer(mapping, np.uint8)
             status = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(self.size), flags)
             del view  # the mapping cannot be closed while it is looked at
-        return int(np.count_nonzero(np.frombuffer(flags, np.uint8) & 1)) * mmap.PAGESIZE if status == 0 else None
+        return int(np.count_nonzero(np.frombuffer(bytes(flags), np.uint8) & 1)) * mmap.PAGESIZE if status == 0 else None
+
+
+def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
+    """What a model file holds. With verify, every byte is read and every checksum compared. Raises ModelFileError."""
+    with ModelFile(Path(path)) as file:
+        document = file.json()
+        if verify:
+            file.verify()
+        return Inspection(
+            path=str(path),
+            version=file["version"],
+            family=str(document.get("family")),
+            fingerprint=file.header["fingerprint"].tobytes().hex(),
+            tokenizer_fingerprint=str(document.get("tokenizer_fingerprint")),
+            file_bytes=file.size,
+            architecture=_architecture(file),
+            layers=[_layer_plan(file, layer) for layer in range(file["n_layers"])],
+            bytes_by_kind=_bytes_by_kind(file),
+            formats=_formats(file),
+            alignment={"tensors": TENSOR_ALIGN, "experts": EXPERT_ALIGN, "expert_stride": file["expert_stride"]},
+            end_tokens=[int(token) for token in file.header["end_tokens"][: file["n_end_tokens"]]],
+            has_chat_template=document.get("chat_template") is not None,
+            converter=document.get("converter") or {},
+            quantization=document.get("quantization") or {},
+            resident_bytes=file.resident_bytes(),
+            verified=verify,
+        )
+
+
+def _architecture(file: ModelFile) -> dict[str, Any]:
+    """The architecture fields of the header as plain values; flags by name."""
+    names = [name for name in HEADER.names or () if name not in ("dense_layers", "end_tokens", "reserved")]
+    fields = {name: file.header[name].item() for name in names[names.index("n_layers") :]}
+    del fields["n_dense_layers_mask_words"], fields["n_end_tokens"]
+    return fields | {"flags": [flag.name.lower() for flag in ArchFlag(file["arch_flags"]) if flag.name]}
+
+
+def _format_names(entries: list[npt.NDArray[np.void]]) -> str:
+    return "+".join(sorted({Format(int(entry["format"])).name.lower() for entry in entries}))
+
+
+def _layer_plan(file: ModelFile, layer: int) -> LayerPlan:
+    own = [entry for entry in file.tensors if entry["layer"] == layer]
+    n_bytes = sum(int(entry["bytes"]) for entry in own)
+    attention = [entry for entry in own if entry["role"] in _ATTENTION_MATRICES]
+    if layer not in file.moe_layers():
+        dense = [entry for entry in own if entry["role"] in _DENSE_ROLES]
+        return LayerPlan(layer, "dense", _format_names(attention), _format_names(dense), n_bytes)
+    n_bytes += file["n_experts"] * file["expert_bytes"]
+    expert_format = Format(file["expert_format"]).name.lower()
+    return LayerPlan(layer, "experts", _format_names(attention), expert_format, n_bytes)
+
+
+def _kind(role: int) -> str:
+    if role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER):
+        return Role(role).name.lower()
+    if role in _ATTENTION_ROLES:
+        return "attention"
+    return "dense layers" if role in _DENSE_ROLES else "norms and other vectors"
+
+
+def _bytes_by_kind(file: ModelFile) -> dict[str, int]:
+    """Where the file's bytes go; the sum is the file's size."""
+    counts: Counter[str] = Counter()
+    for entry in file.tensors:
+        counts[_kind(int(entry["role"]))] += int(entry["bytes"])
+    counts["experts"] = file["n_expert_blocks"] * file["expert_bytes"]
+    counts["JSON"] = file["json_bytes"]
+    counts["header and tables"] = HEADER_BYTES + file.tensors.nbytes + len(file.expert_table)
+    counts["padding"] = file.size - counts.total()
+    return dict(counts)
+
+
+def _formats(file: ModelFile) -> dict[str, str]:
+    """Format of each kind of tensor."""
+    kinds: dict[str, list[npt.NDArray[np.void]]] = {}
+    for entry in file.tensors:
+        kinds.setdefault(_kind(int(entry["role"])), []).append(entry)
+    return {kind: _format_names(own) for kind, own in kinds.items()} | {
+        "experts": Format(file["expert_format"]).name.lower()
+    }

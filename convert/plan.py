@@ -24,7 +24,8 @@ _NAMES_SHOWN = 5  # of a list of tensors in a message; the rest is counted
 @dataclass(frozen=True)
 class Part:
     """A matrix inside a source tensor: rows [first_row, first_row + rows) of element `index` of a stack, or of the
-    tensor itself."""
+    tensor itself.
+    """
 
     name: str
     rows: int
@@ -37,7 +38,8 @@ class Part:
 @dataclass(frozen=True)
 class Plan:
     """`tensors` in the order of the table; a None is the computed inverse frequencies. `experts`: for each MoE layer
-    and expert gate, up and down, in the order of the blocks."""
+    and expert gate, up and down, in the order of the blocks.
+    """
 
     family: Family
     architecture: Architecture

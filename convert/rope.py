@@ -69,7 +69,8 @@ def _llama3(basis: _Basis) -> Rope:
 
 def _yarn(basis: _Basis) -> Rope:
     """YaRN (Peng et al. 2023): a ramp over dimensions between interpolated and kept frequencies, and a factor on
-    attention."""
+    attention.
+    """
     parameters, dim = basis.parameters, basis.rotary_dim
     factor = parameters.number("factor", default=basis.max_positions / basis.original_positions)
 
@@ -109,7 +110,8 @@ _TYPES: dict[str, Callable[[_Basis], Rope]] = {
 
 def resolve(config: Config, *, head_dim: int, max_positions: int, default_theta: float) -> Rope:
     """From `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before); where both are, as
-    transformers does: `rope_scaling` is taken, and a theta inside wins over one outside."""
+    transformers does: `rope_scaling` is taken, and a theta inside wins over one outside.
+    """
     section = config.section("rope_scaling") or config.section("rope_parameters") or Config({})
     kind = section.get("rope_type") or section.get("type") or "default"
     if kind not in _TYPES:

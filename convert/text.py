@@ -1,7 +1,8 @@
 """What Python needs of a checkpoint besides weights: tokenizer, chat template, end tokens, generation defaults.
 
 It becomes the JSON of the file (docs/format.md, "JSON"). No tokenizer is built from files other than tokenizer.json:
-that is the one form from which every reader gets the same tokens."""
+that is the one form from which every reader gets the same tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Matrices as the engine reads them: tiles of 16 rows, in f32, bf16, f16 or q8 (docs/numerics.md, "Weights").
 
 Encoders take float32 [rows, cols] with rows a multiple of 16 or the last rows of the matrix, and return the tiles'
-bytes; so a large matrix can be encoded a band of rows at a time."""
+bytes; so a large matrix can be encoded a band of rows at a time.
+"""
 
 from __future__ import annotations
 

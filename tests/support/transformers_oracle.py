@@ -1,5 +1,6 @@
 """What transformers computes for a checkpoint: the live oracle, and the source of the committed vectors. Needs
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 

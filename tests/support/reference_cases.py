@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent.parent / "data"
 VECTORS = DATA / "reference_vectors"
 N_TOKENS = 200
 VOCABULARY = 300
@@ -37,7 +37,8 @@ class Case:
 @dataclass(frozen=True)
 class Vectors:
     """What transformers computed: logits [n_tokens, n_columns] of some columns, log-sum-exp [n_tokens] of all, the
-    largest logit, and chosen experts [n_tokens, n_layers, top_k], ascending, -1 in dense layers."""
+    largest logit, and chosen experts [n_tokens, n_layers, top_k], ascending, -1 in dense layers.
+    """
 
     tokens: npt.NDArray[np.int32]
     columns: npt.NDArray[np.int32]
@@ -77,7 +78,8 @@ def all_cases() -> list[Case]:
 
 def tokens() -> npt.NDArray[np.int32]:
     """One text for all cases, so that they differ by their models alone: ids spread over the vocabulary, some
-    repeated."""
+    repeated.
+    """
     return np.random.default_rng(1).integers(0, VOCABULARY, N_TOKENS).astype(np.int32)
 
 

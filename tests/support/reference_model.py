@@ -1,7 +1,8 @@
 """A second reader and a second forward pass, in numpy float64, written from docs/format.md and docs/numerics.md alone.
 
 It shares no code with convert/ or native/: what it computes from a .colibri file proves that the file says what the
-checkpoint said, and what the engine computes can be held against it. Slow and simple on purpose; for tiny models."""
+checkpoint said, and what the engine computes can be held against it. Slow and simple on purpose; for tiny models.
+"""
 
 from __future__ import annotations
 
