@@ -60,7 +60,12 @@ class PageWriter(Generic[Owner]):
     def has_room(self, n_bytes: int) -> bool:
         """Whether a page of `n_bytes` would be accepted now. One page is always allowed into an empty queue."""
         fits = self._queued_bytes + n_bytes <= self._max_queue_bytes or self._n_queued == 0
-        return fits and not self._closing and self._clock() >= self._suspended_until
+        return fits and not self.is_suspended
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the store failed a moment ago, or no more is wanted."""
+        return self._closing or self._clock() < self._suspended_until
 
     def offer(self, owner: Owner, write: PageWrite) -> bool:
         """Accepts a page if there is room; never waits. `owner` comes back with the outcome."""
@@ -82,8 +87,9 @@ class PageWriter(Generic[Owner]):
         return done
 
     def wait_for_room(self, n_bytes: int, deadline: float) -> bool:
-        """Waits until a page of `n_bytes` fits, at most until `deadline` (on the clock). For shutdown only."""
-        return self._wait(lambda: self.has_room(n_bytes), deadline)
+        """Waits until a page of `n_bytes` fits; False at `deadline`, and at once when the store fails. For shutdown."""
+        self._wait(lambda: self.has_room(n_bytes) or self.is_suspended, deadline)
+        return self.has_room(n_bytes)
 
     def flush(self, deadline: float) -> bool:
         """Waits until everything accepted has its outcome, at most until `deadline`; whether that was reached."""
@@ -98,12 +104,7 @@ class PageWriter(Generic[Owner]):
 
     def _wait(self, condition: Callable[[], bool], deadline: float) -> bool:
         with self._changed:
-            while not condition():
-                if (left := deadline - self._clock()) <= 0:
-                    return False
-                # A suspension ends without a notification, so look again soon.
-                self._changed.wait(min(left, 0.05))
-        return True
+            return self._changed.wait_for(condition, max(0.0, deadline - self._clock()))
 
     def _run(self) -> None:
         while batch := self._next_batch():

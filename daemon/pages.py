@@ -221,18 +221,18 @@ class PageTable:
         sequence.tip = node
         sequence.n_tokens += PAGE_TOKENS
 
-    def _stored_children(self, sequence: SequencePages) -> Sequence[PageMeta]:
+    def _stored_children(self, sequence: SequencePages) -> list[PageMeta]:
         if self._store is None or not sequence.storable or not sequence.tip.storable:
-            return ()
+            return []
         try:
-            return self._store.children(sequence.tip.id)
+            return list(self._store.children(sequence.tip.id))
         except Exception as error:  # a cache that cannot be read is an empty one
             log.warning("page store cannot be searched: %s", error)
             self.counters.store_errors += 1
-            return ()
+            return []
 
-    def _restore_full(self, sequence: SequencePages, stored: Sequence[PageMeta]) -> bool:
-        """Loads the next whole page from the store, if it is there and proves itself."""
+    def _restore_full(self, sequence: SequencePages, stored: list[PageMeta]) -> bool:
+        """Loads the next whole page from the store, if it is there and proves itself; else takes it out of `stored`."""
         chunk = self._next_full(sequence)
         if chunk is None or not stored:
             return False
@@ -241,11 +241,13 @@ class PageTable:
         if meta is None:
             return False
         if tuple(meta.tokens) != chunk:  # the same hash for other tokens: keep away from the store from here on
+            stored.clear()
             self.counters.collisions += 1
             sequence.storable = False
             return False
         page = self._load(meta, PAGE_TOKENS)
         if page is None:
+            stored.remove(meta)
             return False
         self._advance(sequence, self._attach(sequence, chunk, page, saved=True))
         return True
@@ -418,6 +420,10 @@ class PageTable:
             pass
         while tails and self._unsaved_tails and self._save(next(iter(self._unsaved_tails))):
             pass
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until what the writer took is written or has failed; whether that was in time."""
+        return self._writer is None or self._writer.flush(time.monotonic() + timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Writes everything that is not yet written and ends the writer; whether all was written in time."""

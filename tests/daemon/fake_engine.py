@@ -214,6 +214,10 @@ class FakeEngine:
         self.n_copies += 1
         self._put(to_page, self._pages[from_page], n_tokens)
 
+    def lane(self, page: int, lane: int) -> bytes:
+        """What a lane holds."""
+        return self._pages[page][lane]
+
     def _put(self, page: int, lanes: Sequence[bytes], n_tokens: int) -> None:
         self._pages[page] = [*lanes[:n_tokens], *[ZERO_LANE] * (PAGE_TOKENS - n_tokens)]
         self._filled[page] = n_tokens
