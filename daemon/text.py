@@ -78,7 +78,7 @@ class Tokenizer:
         self.bos = bos
         self.add_bos = add_bos and bos is not None
         self._parsing = _load(data)
-        self._added = {token["id"]: token["content"] for token in data.get("added_tokens", ())}
+        self._added: dict[int, str] = {token["id"]: token["content"] for token in data.get("added_tokens", ())}
         self._special = frozenset(token["id"] for token in data.get("added_tokens", ()) if token.get("special"))
         self.control = self._find_control(data)
         self._plain = _load_plain(data, self.control)
@@ -300,9 +300,9 @@ class TextStream:
         """The stop string that ended the reply."""
         return self._stops.matched
 
-    def feed(self, token: int) -> Piece:
-        """Takes the next token."""
-        text = self._decoder.feed(token)
+    def feed(self, token: int, *, is_end: bool = False) -> Piece:
+        """Takes the next token. An end token has no text, whatever its flags."""
+        text = "" if is_end else self._decoder.feed(token)
         self._n_decoded += len(text)
         # A token that ends inside a character is sent when that character is.
         self._ends.append(self._n_decoded + self._decoder.pending)

@@ -198,6 +198,11 @@ class ServerProtocol(_Connection):
         """Ids of the requests that are not answered to the end."""
         return frozenset(self._streams)
 
+    @property
+    def inside_frame(self) -> bool:
+        """Whether the client has begun a frame and not finished it."""
+        return bool(self._decoder.pending_bytes)
+
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[ServerEvent]:
         """What the client's bytes mean."""
         events: list[ServerEvent] = []

@@ -78,16 +78,7 @@ def sentencepiece_json() -> str:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": {piece: i for i, piece in enumerate(pieces)},
-            "merges": [
-                ["\u2581", "h"],
-                ["h", "e"],
-                ["l", "l"],
-                ["\u2581", "he"],
-                ["ll", "o"],
-                ["<", "/"],
-                ["s", ">"],
-                ["</", "s>"],
-            ],
+            "merges": [pair.split() for pair in ["\u2581 h", "h e", "l l", "\u2581 he", "ll o", "< /", "s >", "</ s>"]],
         },
     }
     return json.dumps(data)
