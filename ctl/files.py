@@ -1,0 +1,72 @@
+"""convert and inspect: model files, without a daemon. The work is done by colibri.convert, imported when asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+from .command import EXIT_ERROR, EXIT_NOT_INSTALLED, fail, offline
+from .output import print_figures, print_json
+
+
+@contextmanager
+def converter(as_json: bool) -> Iterator[ModuleType]:
+    """colibri.convert, with its errors as a line, and a missing package as a sentence."""
+    try:
+        from colibri import convert as library
+    except ModuleNotFoundError as error:
+        words = f"{error.name} is not installed: pip install 'colibri-moe[daemon]'"
+        fail({"type": "not_installed", "message": words}, words, as_json, EXIT_NOT_INSTALLED)
+    try:
+        yield library
+    except library.ConvertError as error:
+        wire = {"type": type(error).__name__, "message": error.message, "where": error.where, "hint": error.hint}
+        fail({key: value for key, value in wire.items() if value is not None}, str(error), as_json, EXIT_ERROR)
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--quantize", default="q8", show_default=True, metavar="FORMAT", help="q8, bf16, f16 or f32.")
+@offline
+def convert(source: str, out: Path, quantize: str, as_json: bool) -> None:
+    """Make OUT, a .colibri file, of SRC: a Hugging Face folder, or a model id in the local cache.
+
+    \b
+    colibrictl convert ./Qwen3-30B-A3B qwen3.colibri
+    """
+    with converter(as_json) as library, progress_bar(as_json) as progress:
+        report = library.convert(source, out, quantize=quantize, progress=progress)
+    print_json(report.to_dict()) if as_json else print_figures(report.to_dict())
+
+
+@contextmanager
+def progress_bar(as_json: bool) -> Iterator[Callable[[Any], None] | None]:
+    """A bar on stderr where that is a terminal."""
+    if as_json or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda step: bar.update(task, completed=step.done_bytes, total=step.total_bytes, description=step.what)
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read it all and compare every checksum.")
+@offline
+def inspect(model: Path, verify: bool, as_json: bool) -> None:
+    """What a .colibri file holds, checked as strictly as the daemon checks it."""
+    with converter(as_json) as library:
+        inspection = library.inspect(model, verify=verify)
+    print_json(inspection.to_dict()) if as_json else print_figures(inspection.to_dict())

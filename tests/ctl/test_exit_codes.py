@@ -1,0 +1,137 @@
+"""Errors are one line and an exit code, as docs/cli.md promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colibri
+from colibri.protocol.messages import Request
+from support.ctl import Ctl
+from support.fake_daemon import Connection, FakeDaemon, token
+
+ONLINE = [
+    ["generate", "a"],
+    ["chat", "a"],
+    ["score", "a"],
+    ["tokenize", "a"],
+    ["detokenize", "1"],
+    ["status"],
+    ["sessions", "list"],
+    ["sessions", "show", "a"],
+    ["sessions", "fork", "a", "b"],
+    ["sessions", "truncate", "a", "1"],
+    ["sessions", "delete", "a"],
+]
+
+
+@pytest.mark.parametrize("arguments", ONLINE, ids=" ".join)
+def test_no_daemon_is_3_and_says_what_to_do(ctl: Ctl, tmp_path: Path, arguments: list[str]) -> None:
+    path = str(tmp_path / "none")
+    result = ctl(*arguments, "--socket", path)
+    assert result.exit_code == 3
+    assert result.stderr == (
+        f"colibrictl: {path}: no daemon listens here (start it with: colibrid --model MODEL.colibri)\n"
+    )
+    assert result.stdout == ""
+
+
+def test_an_error_of_the_daemon_is_1(ctl: Ctl, daemon: FakeDaemon) -> None:
+    def fail(connection: Connection, id: int, request: Request) -> None:
+        raise colibri.PromptTooLong("9000 tokens,\nand the context is 4096", where="prompt", hint="shorten it")
+
+    daemon.script["generate"] = fail
+    result = ctl("generate", "a")
+    assert result.exit_code == 1
+    assert result.stderr == "colibrictl: prompt: 9000 tokens, and the context is 4096 (shorten it)\n"
+
+
+def test_an_error_as_json_is_the_only_output(ctl: Ctl, daemon: FakeDaemon) -> None:
+    def fail(connection: Connection, id: int, request: Request) -> None:
+        raise colibri.Overloaded("full", where="queue", retry_after_s=2)
+
+    daemon.script["generate"] = fail
+    result = ctl("generate", "a", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert json.loads(result.stdout) == {
+        "error": {"type": "overloaded", "message": "full", "where": "queue", "retry_after_s": 2}
+    }
+
+
+def test_a_daemon_that_goes_away_is_3_after_the_text_that_came(ctl: Ctl, daemon: FakeDaemon) -> None:
+    def die(connection: Connection, id: int, request: Request) -> None:
+        connection.answer(id, token("so far"))
+        connection.socket.close()
+
+    daemon.script["generate"] = die
+    result = ctl("generate", "a")
+    assert (result.exit_code, result.stdout) == (3, "so far\n")
+    assert result.stderr.startswith("colibrictl: the daemon")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["generate", "--nonsense"],
+        ["generate", "a", "--top-p", "2"],
+        ["generate", "a", "--max-tokens", "many"],
+        ["detokenize", "x"],
+        ["score", "a", "--tokens", "1"],
+        ["sessions", "truncate", "a", "-1"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_2(ctl: Ctl, arguments: list[str]) -> None:
+    result = ctl(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_ctrl_c_is_130_and_keeps_the_text_that_came(
+    ctl: Ctl, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = colibri.Stream.__next__
+
+    def interrupted(stream: colibri.Stream) -> Any:
+        if stream.text:
+            raise KeyboardInterrupt
+        return pieces(stream)
+
+    monkeypatch.setattr(colibri.Stream, "__next__", interrupted)
+    result = ctl("generate", "a")
+    assert result.exit_code == 130
+    assert result.stdout == "You\n"
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_a_plain_installation_says_what_is_missing(tmp_path: Path, missing: str) -> None:
+    """`rich` is imported where it is needed, so that the rest works without."""
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "sys.argv = ['colibrictl', 'score', 'a']\n"
+        "from colibri.ctl.main import main; main()"
+    )
+    with FakeDaemon(tmp_path / "s") as daemon:
+        env = os.environ | {"COLIBRI_SOCKET": daemon.path}
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert result.returncode == 4
+    assert result.stderr == f"colibrictl: {missing} is not installed: pip install 'colibri-moe[daemon]'\n"
+
+
+def test_a_converter_without_its_packages_says_what_is_missing(
+    ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("colibri.convert")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("colibri.convert", raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    result = ctl("inspect", str(tmp_path / "m"))
+    assert result.exit_code == 4
+    assert result.stderr == "colibrictl: numpy is not installed: pip install 'colibri-moe[daemon]'\n"
