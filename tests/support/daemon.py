@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -22,10 +21,6 @@ from colibri.protocol.errors import ConnectionLost
 
 # Far more than anything here takes, far less than a stuck test may.
 TIMEOUT_S = 60.0
-# An editable install looks for changed sources at each start; this process has just done so.
-_BUILD_FOLDERS = os.pathsep.join(
-    finder._build_path for finder in sys.meta_path if isinstance(getattr(finder, "_build_path", None), str)
-)
 
 
 class DaemonProcess:
@@ -51,7 +46,6 @@ class DaemonProcess:
             stderr=subprocess.PIPE,
             text=True,
             umask=self._umask,
-            env=os.environ | {"MESONPY_EDITABLE_SKIP": _BUILD_FOLDERS},
         )
         assert self._process.stderr is not None
         self.log.clear()
