@@ -168,7 +168,8 @@ class EngineThread:
     def _rest(self) -> None:
         """Waits for something to do. When nothing comes for a moment, tails are written too."""
         self._pages.write_behind()
-        if not self._wake.wait(self._idle_s if self._pages.has_unsaved else None):
+        unfinished = self._pages.has_unsaved or self._pages.is_writing
+        if not self._wake.wait(self._idle_s if unfinished else None):
             self._pages.write_behind(tails=True)
 
     def _shut_down(self) -> None:

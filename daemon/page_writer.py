@@ -57,6 +57,11 @@ class PageWriter(Generic[Owner]):
     def queued_bytes(self) -> int:
         return self._queued_bytes
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an outcome is outstanding or not yet taken."""
+        return self._n_queued > 0 or bool(self._outcomes)
+
     def has_room(self, n_bytes: int) -> bool:
         """Whether a page of `n_bytes` would be accepted now. One page is always allowed into an empty queue."""
         fits = self._queued_bytes + n_bytes <= self._max_queue_bytes or self._n_queued == 0

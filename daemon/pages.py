@@ -96,6 +96,7 @@ class SequencePages:
     pages: array[int] = field(default_factory=lambda: array("i"))  # of positions 0-31, 32-63, …
     n_tokens: int = 0  # positions whose K and V are valid
     storable: bool = True
+    settled: bool = False  # the search is over: what comes next it computes
 
 
 @dataclass(slots=True)
@@ -165,16 +166,20 @@ class PageTable:
         return sequence
 
     def restore(self, sequence: SequencePages, max_pages: int) -> bool:
-        """Takes up to `max_pages` further pages from RAM or the store; whether there is nothing more to find."""
+        """Takes up to `max_pages` further pages from RAM or the store; whether there is nothing more to find.
+
+        Where another sequence is about to compute the very next page, that is waited for: ask again after a step.
+        """
         for _ in range(max_pages):
             self._match(sequence)
-            if sequence.n_tokens >= sequence.limit:
-                return True
             stored = self._stored_children(sequence)
-            if not self._restore_full(sequence, stored):
+            if self._restore_full(sequence, stored):
+                continue
+            if not self._is_coming(sequence):
                 self._copy_beginning(sequence, stored)
-                return True
-        return False
+                sequence.settled = True
+            break
+        return sequence.settled
 
     def reserve(self, sequence: SequencePages, n_positions: int) -> bool:
         """Gives the sequence pages for its first `n_positions`; False if none is left (what it got it keeps)."""
@@ -215,6 +220,18 @@ class PageTable:
         end = sequence.n_tokens + PAGE_TOKENS
         return tuple(sequence.tokens[sequence.n_tokens : end]) if end <= sequence.limit else None
 
+    def _is_coming(self, sequence: SequencePages) -> bool:
+        """Whether a sequence that is being computed will publish the next full page. No waiting in circles: those that
+        wait are not settled."""
+        chunk = self._next_full(sequence)
+        if chunk is None:
+            return False
+        start, end = sequence.n_tokens, sequence.n_tokens + PAGE_TOKENS
+        return any(
+            other.settled and other.tip is sequence.tip and tuple(other.tokens[start:end]) == chunk
+            for other in self._live
+        )
+
     @staticmethod
     def _advance(sequence: SequencePages, node: Node) -> None:
         sequence.pages.append(node.page)
@@ -222,7 +239,8 @@ class PageTable:
         sequence.n_tokens += PAGE_TOKENS
 
     def _stored_children(self, sequence: SequencePages) -> list[PageMeta]:
-        if self._store is None or not sequence.storable or not sequence.tip.storable:
+        wanted = sequence.n_tokens < sequence.limit
+        if self._store is None or not wanted or not sequence.storable or not sequence.tip.storable:
             return []
         try:
             return list(self._store.children(sequence.tip.id))
@@ -405,6 +423,11 @@ class PageTable:
             self._cached.move_to_end(page)
 
     # -- writing behind ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the outcome of a write is still unknown."""
+        return self._writer is not None and self._writer.is_busy
 
     @property
     def has_unsaved(self) -> bool:

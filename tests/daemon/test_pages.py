@@ -129,6 +129,38 @@ def test_a_full_page_is_shared_and_a_tail_is_copied() -> None:
     assert not table.is_immutable(first.pages[1])
 
 
+def test_a_page_computed_twice_is_kept_once() -> None:
+    table = table_of()
+    first, second = (table.acquire(array("i", tokens_of(1, 70)), 0) for _ in range(2))
+    for sequence in (first, second):
+        compute(table, sequence, 70)
+    table.check_integrity()
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]
+    assert table.stats()["active"] == 4
+
+
+def test_a_page_that_another_is_about_to_compute_is_waited_for() -> None:
+    table = table_of()
+    first = acquire(table, tokens_of(1, 100))
+    second = table.acquire(array("i", tokens_of(1, 70)), 69)
+    for n_computed, n_found in ((0, 0), (20, 0), (40, 32), (64, 64)):
+        compute(table, first, n_computed)
+        assert table.restore(second, 9) == (n_found == 64)
+        assert second.n_tokens == n_found
+
+
+def test_nobody_waits_for_a_sequence_that_left() -> None:
+    table = table_of()
+    first = acquire(table, tokens_of(1, 100))
+    compute(table, first, 20)
+    second = table.acquire(array("i", tokens_of(1, 70)), 69)
+    assert not table.restore(second, 9)
+    table.release(first)
+    assert table.restore(second, 9)
+    assert second.n_tokens == 20
+
+
 def test_a_longer_tail_takes_the_place_of_a_shorter_one() -> None:
     table = table_of()
     for n in (33, 40, 50):

@@ -182,13 +182,25 @@ def test_requests_share_the_pages_of_a_common_beginning() -> None:
         assert call.text == expected(call.prompt, 30)
 
 
-def test_a_beginning_computed_twice_at_once_is_kept_once() -> None:
-    rig = Rig(max_step_rows=64)
+def test_a_beginning_that_many_ask_for_at_once_is_computed_once() -> None:
+    rig = Rig(max_step_rows=50)
     calls = [rig.submit([*tokens_of(1, 96), seed], 4) for seed in range(4)]
     rig.run()
-    assert rig.pages.stats()["cached"] == 3 + 4
+    assert rig.engine.n_rows == 96 + 4 * (1 + 3)
+    assert [call.cached for call in calls] == [0, 96, 96, 96]
     for call in calls:
         assert call.text == expected(call.prompt, 4)
+
+
+def test_who_waits_for_the_beginning_of_a_cancelled_request_computes_the_rest() -> None:
+    rig = Rig(max_step_rows=40)
+    first, second = rig.submit(tokens_of(1, 200)), rig.submit([*tokens_of(1, 150), 5])
+    rig.step()
+    rig.step()
+    rig.scheduler.cancel(first.ticket)
+    rig.run()
+    assert second.cached == 80
+    assert second.text == expected(second.prompt)
 
 
 def test_after_a_restart_the_whole_history_comes_from_the_store() -> None:
