@@ -475,10 +475,11 @@ class Scheduler:
                 log.exception("the engine failed")
                 self._fail(chunks[0].ticket, InternalError(f"the engine failed: {error}"))
                 return
-            for chunk in chunks:
-                self._compute([chunk])
+        else:
+            self._process(chunks, result)
             return
-        self._process(chunks, result)
+        for chunk in chunks:
+            self._compute([chunk])
 
     def _process(self, chunks: list[Chunk], result: BatchResult) -> None:
         row = logits = 0
