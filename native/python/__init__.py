@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -115,6 +115,17 @@ def _int32s(values: Int32s, name: str) -> Any:
         except (OverflowError, TypeError) as error:
             raise InvalidArgument(f"{name}: {error}") from None
     return _ffi.from_buffer("int32_t[]", values) if len(values) else _ffi.NULL
+
+
+def _joined(tables: Sequence[Int32s]) -> array[int]:
+    """Page tables one after the other; an array('i') costs a memory copy, not a Python object a page."""
+    joined = array("i")
+    try:
+        for table in tables:
+            joined.extend(table)
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument(f"page_tables: {error}") from None
+    return joined
 
 
 def checksum(data: Buffer) -> int:
@@ -357,7 +368,7 @@ class Context:
             flags=_ffi.from_buffer("uint8_t[]", flags),
             targets=_ffi.NULL if batch.targets is None else _int32s(batch.targets, "targets"),
             page_starts=_int32s(array("i", accumulate(map(len, batch.page_tables), initial=0)), "page_tables"),
-            pages=_int32s(list(chain.from_iterable(batch.page_tables)), "page_tables"),
+            pages=_int32s(_joined(batch.page_tables), "page_tables"),
             row_status=_ffi.from_buffer("int32_t[]", row_status),
             logprobs=_ffi.NULL if logprobs is None else _ffi.from_buffer("float[]", logprobs),
             routing=_ffi.NULL if routing is None else _ffi.from_buffer("int32_t[]", routing),
