@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from colibri.native import checksum
 
-from .errors import ModelFileError
+from .architecture import Architecture, tensor_specs
+from .errors import ConfigError, ModelFileError
 from .format import (
     EXPERT_ALIGN,
     HEADER,
@@ -42,6 +43,7 @@ from .format import (
     header_checksum,
     matrix_bytes,
 )
+from .rope import Rope
 
 _DENSE_ROLES = (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN)
 _ATTENTION_MATRICES = (Role.Q, Role.K, Role.V, Role.O)
@@ -58,6 +60,16 @@ _POSITIVE_FIELDS = (
     "expert_width",
     "max_positions",
 )
+
+
+# What Architecture describes; a file with another flag was made by a later version.
+_READABLE_FLAGS = ArchFlag.TIED | ArchFlag.QK_NORM_HEAD | ArchFlag.QKV_BIAS | ArchFlag.O_BIAS | ArchFlag.NORM_TOPK
+_READABLE_FORMATS = frozenset(Format) - {Format.Q4}
+
+
+def _tensor_name(role: int, layer: int) -> str:
+    name = Role(role).name.lower() if role in frozenset(Role) else f"role {role}"
+    return name if layer == NO_LAYER else f"layer {layer} {name}"
 
 
 @dataclass(frozen=True)
@@ -110,8 +122,9 @@ class ModelFile:
             self.size = os.fstat(self._file.fileno()).st_size
             self.header = self._read_header()
             self.tensors, self.expert_table = self._read_tables()
-            self._check_architecture()
+            self.architecture = self._read_architecture()
             self._check_tensors()
+            self._check_experts()
             self._check_ranges()
         except BaseException:
             self._file.close()
@@ -148,7 +161,7 @@ class ModelFile:
         if header["file_bytes"] != self.size:
             what = "cut short" if self.size < header["file_bytes"] else "too long"
             raise self.error(f"{what}: expected {header['file_bytes']} bytes, found {self.size}")
-        unknown = int(header["arch_flags"]) & ~int(sum(ArchFlag))
+        unknown = int(header["arch_flags"]) & ~int(_READABLE_FLAGS)
         if unknown:
             raise self.error(f"has architecture flags that this program does not know: {unknown:#x}")
         return header
@@ -171,49 +184,69 @@ class ModelFile:
         if offset % alignment:
             raise self.error(f"{what}: offset {offset} is not a multiple of {alignment}")
 
-    def _check_architecture(self) -> None:
+    def _read_architecture(self) -> Architecture:
+        """The architecture fields, each in its range and in agreement with the others."""
         for name in _POSITIVE_FIELDS:
             if self[name] == 0:
                 raise self.error(f"{name} is zero")
         limits = {
             "n_layers": MAX_LAYERS,
             "n_end_tokens": MAX_END_TOKENS,
-            "top_k": self["n_experts"],
             "rotary_dim": self["head_dim"],
             "n_kv_heads": self["n_heads"],
         }
         for name, limit in limits.items():
             if self[name] > limit:
                 raise self.error(f"{name} is {self[name]}, more than {limit}")
-        if self["n_heads"] % self["n_kv_heads"]:
-            raise self.error(f"{self['n_kv_heads']} KV heads do not divide {self['n_heads']} heads")
-        if self["n_expert_blocks"] != len(self.moe_layers()) * self["n_experts"]:
-            raise self.error(f"n_expert_blocks is {self['n_expert_blocks']}, not MoE layers times experts")
+        numbers = {name: self[name] for name in (*_POSITIVE_FIELDS, "dense_width")}
+        mask = self.header["dense_layers"]
+        try:
+            architecture = Architecture(
+                **numbers,
+                rms_eps=float(self.header["rms_eps"]),
+                rope=Rope(np.zeros(self["rotary_dim"] // 2, np.float32), float(self.header["rope_attention_factor"])),
+                flags=ArchFlag(self["arch_flags"]),
+                dense_layers=frozenset(i for i in range(self["n_layers"]) if int(mask[i // 32]) >> i % 32 & 1),
+                router_scale=float(self.header["router_scale"]),
+            )
+        except ConfigError as error:
+            raise self.error(f"its architecture cannot be: {error.where} {error.message}") from None
+        n_blocks = len(architecture.moe_layers) * architecture.n_experts
+        if self["n_expert_blocks"] != n_blocks:
+            raise self.error(f"n_expert_blocks is {self['n_expert_blocks']}, the architecture demands {n_blocks}")
+        return architecture
 
     def _check_tensors(self) -> None:
-        seen: set[tuple[int, int]] = set()
+        """Exactly the tensors that the architecture demands, each of its shape, inside the file."""
+        demanded = {(int(spec.role), spec.layer): spec for spec in tensor_specs(self.architecture, Format.F32)}
         for entry in self.tensors:
             name = self.tensor_name(entry)
-            role, layer, fmt = int(entry["role"]), int(entry["layer"]), int(entry["format"])
-            if role not in set(Role) or fmt not in set(Format) - {Format.Q4}:
-                raise self.error(f"{name}: role {role} or format {fmt} is unknown")
-            if layer != NO_LAYER and layer >= self["n_layers"]:
-                raise self.error(f"{name}: there are {self['n_layers']} layers")
-            if (role, layer) in seen:
-                raise self.error(f"{name}: stands twice in the table")
-            seen.add((role, layer))
-            if 0 in (entry["rows"], entry["cols"]):
-                raise self.error(f"{name}: has no elements")
-            demanded = matrix_bytes(Format(fmt), int(entry["rows"]), int(entry["cols"]))
-            if entry["bytes"] != demanded:
-                raise self.error(f"{name}: has {entry['bytes']} bytes, its shape demands {demanded}")
-            self._demand_range(name, int(entry["offset"]), demanded, TENSOR_ALIGN)
-        if self.expert_bytes() != self["expert_bytes"]:
-            raise self.error(f"expert_bytes is {self['expert_bytes']}, the shapes demand {self.expert_bytes()}")
-        if self["expert_stride"] != align(self["expert_bytes"], EXPERT_ALIGN):
-            raise self.error(f"expert_stride is {self['expert_stride']}")
-        n_bytes = self["n_expert_blocks"] * self["expert_stride"]
-        self._demand_range("experts", self["expert_offset"], n_bytes, EXPERT_ALIGN)
+            spec = demanded.pop((int(entry["role"]), int(entry["layer"])), None)
+            if spec is None:
+                raise self.error(f"{name}: stands twice, or has no place in this architecture")
+            if (entry["rows"], entry["cols"]) != (spec.rows, spec.cols):
+                raise self.error(f"{name}: is {entry['rows']} x {entry['cols']}, not {spec.rows} x {spec.cols}")
+            fmt = int(entry["format"])
+            if fmt not in _READABLE_FORMATS or (fmt == Format.VECTOR) != (spec.format is Format.VECTOR):
+                raise self.error(f"{name}: cannot have format {fmt}")
+            n_bytes = matrix_bytes(Format(fmt), spec.rows, spec.cols)
+            if entry["bytes"] != n_bytes:
+                raise self.error(f"{name}: has {entry['bytes']} bytes, its shape demands {n_bytes}")
+            self._demand_range(name, int(entry["offset"]), n_bytes, TENSOR_ALIGN)
+        for spec in demanded.values():
+            raise self.error(f"{_tensor_name(spec.role, spec.layer)} is missing")
+
+    def _check_experts(self) -> None:
+        fmt = self["expert_format"]
+        if fmt not in _READABLE_FORMATS or fmt == Format.VECTOR:
+            raise self.error(f"expert_format {fmt} is unknown")
+        n_bytes = sum(matrix_bytes(Format(fmt), *shape) for shape in self.architecture.expert_shapes())
+        if self["expert_bytes"] != n_bytes:
+            raise self.error(f"expert_bytes is {self['expert_bytes']}, the shapes demand {n_bytes}")
+        if self["expert_stride"] != align(n_bytes, EXPERT_ALIGN):
+            raise self.error(f"expert_stride is {self['expert_stride']}, not {align(n_bytes, EXPERT_ALIGN)}")
+        total = self["n_expert_blocks"] * self["expert_stride"]
+        self._demand_range("experts", self["expert_offset"], total, EXPERT_ALIGN)
 
     def _check_ranges(self) -> None:
         """No two parts may overlap."""
@@ -232,21 +265,7 @@ class ModelFile:
 
     def tensor_name(self, entry: npt.NDArray[np.void]) -> str:
         """Role and layer of a table entry in words."""
-        role = int(entry["role"])
-        name = Role(role).name.lower() if role in set(Role) else f"role {role}"
-        return name if entry["layer"] == NO_LAYER else f"layer {entry['layer']} {name}"
-
-    def moe_layers(self) -> list[int]:
-        mask = self.header["dense_layers"]
-        return [layer for layer in range(self["n_layers"]) if not int(mask[layer // 32]) >> layer % 32 & 1]
-
-    def expert_bytes(self) -> int:
-        try:
-            fmt = Format(self["expert_format"])
-            width, hidden = self["expert_width"], self["hidden"]
-            return 2 * matrix_bytes(fmt, width, hidden) + matrix_bytes(fmt, hidden, width)
-        except ValueError:
-            raise self.error(f"expert_format {self['expert_format']} is unknown") from None
+        return _tensor_name(int(entry["role"]), int(entry["layer"]))
 
     def json(self) -> dict[str, Any]:
         """The parsed JSON part; its checksum is compared first."""
@@ -274,7 +293,7 @@ class ModelFile:
     def _expert_blocks(self) -> Iterator[tuple[int, int, int]]:
         """(layer, expert, offset) in the order of the blocks."""
         offset = self["expert_offset"]
-        for layer in self.moe_layers():
+        for layer in self.architecture.moe_layers:
             for expert in range(self["n_experts"]):
                 yield layer, expert, offset
                 offset += self["expert_stride"]
@@ -336,7 +355,7 @@ def _layer_plan(file: ModelFile, layer: int) -> LayerPlan:
     own = [entry for entry in file.tensors if entry["layer"] == layer]
     n_bytes = sum(int(entry["bytes"]) for entry in own)
     attention = [entry for entry in own if entry["role"] in _ATTENTION_MATRICES]
-    if layer not in file.moe_layers():
+    if layer in file.architecture.dense_layers:
         dense = [entry for entry in own if entry["role"] in _DENSE_ROLES]
         return LayerPlan(layer, "dense", _format_names(attention), _format_names(dense), n_bytes)
     n_bytes += file["n_experts"] * file["expert_bytes"]

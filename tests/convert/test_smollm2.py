@@ -26,7 +26,7 @@ N_TOKENS = 64  # of each prompt, and of each continuation
 NEAR_TIE = 2 * 2e-5
 SYSTEM = (
     "You answer in plain English and in whole sentences. You never guess: where you do not know, you say so. "
-    "Your answers are short, and an example follows where one helps the reader."
+    "Your answers are short, and an example follows where one helps the reader. Numbers are written as digits."
 )
 QUESTIONS = [
     "Name the capital of France.",
