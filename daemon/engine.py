@@ -16,11 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from colibri.daemon.kv_types import Engine
+from colibri.daemon.pages import PageTable
+from colibri.daemon.scheduler import Limits, Request, Scheduler, Ticket
 from colibri.protocol.errors import ColibriError, InternalError, ShuttingDown
-
-from .kv_types import Engine
-from .pages import PageTable
-from .scheduler import Limits, Request, Scheduler, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +128,16 @@ class EngineThread:
     # -- on the engine thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not (self._stopping and not (self._draining and self._has_work)):
-            self._wake.clear()
-            self._empty_inbox()
-            if not self._step():
-                self._rest()
-        self._shut_down()
+        try:
+            while not (self._stopping and not (self._draining and self._has_work)):
+                self._wake.clear()
+                self._empty_inbox()
+                if not self._step():
+                    self._rest()
+        except Exception:
+            log.exception("the engine thread ends by a bug")
+        finally:  # nobody may wait for answers that will not come
+            self._shut_down()
 
     @property
     def _has_work(self) -> bool:
@@ -151,7 +154,7 @@ class EngineThread:
             self._scheduler.enqueue(ticket)
         except ColibriError as error:
             self._scheduler.refuse(ticket, error)
-            self._on_step_end()
+            self._end_step()
 
     def _step(self) -> bool:
         """One step of the scheduler. A bug there ends the requests at hand, not the daemon."""
@@ -162,8 +165,14 @@ class EngineThread:
             self._scheduler.fail_all(InternalError(f"a step failed: {error}"))
             worked = True
         if worked:
-            self._on_step_end()
+            self._end_step()
         return worked
+
+    def _end_step(self) -> None:
+        try:
+            self._on_step_end()
+        except Exception:  # the listener's trouble, a closed event loop for one; the requests find out by themselves
+            log.exception("the end of a step could not be told")
 
     def _rest(self) -> None:
         """Waits for something to do. When nothing comes for a moment, tails are written too."""
@@ -174,10 +183,10 @@ class EngineThread:
 
     def _shut_down(self) -> None:
         with self._lock:
-            self._closed = True
+            self._stopping = self._closed = True
         self._empty_inbox()
         self._scheduler.fail_all(ShuttingDown(SHUTTING_DOWN))
-        self._on_step_end()
+        self._end_step()
         if not self._pages.close(self._save_timeout_s):
             log.warning("not all KV pages could be saved; they will be computed again")
 

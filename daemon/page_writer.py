@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .kv_types import PageStore, PageWrite
+from colibri.daemon.kv_types import PageStore, PageWrite
 
 log = logging.getLogger(__name__)
 

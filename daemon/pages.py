@@ -37,8 +37,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from .kv_types import PAGE_TOKENS, KVPool, PageMeta, PageStore, PageWrite
-from .page_writer import PageWriter
+from colibri.daemon.kv_types import PAGE_TOKENS, KVPool, PageMeta, PageStore, PageWrite
+from colibri.daemon.page_writer import PageWriter
 
 log = logging.getLogger(__name__)
 

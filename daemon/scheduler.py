@@ -33,17 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from colibri.protocol.errors import (
-    CapacityExceeded,
-    ColibriError,
-    InternalError,
-    InvalidRequest,
-    NumericError,
-    Overloaded,
-    PromptTooLong,
-)
-
-from .kv_types import (
+from colibri.daemon.kv_types import (
     E_CANCELED,
     E_NUMERIC,
     PAGE_TOKENS,
@@ -55,7 +45,16 @@ from .kv_types import (
     BatchResult,
     Engine,
 )
-from .pages import PageTable, SequencePages
+from colibri.daemon.pages import PageTable, SequencePages
+from colibri.protocol.errors import (
+    CapacityExceeded,
+    ColibriError,
+    InternalError,
+    InvalidRequest,
+    NumericError,
+    Overloaded,
+    PromptTooLong,
+)
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +309,7 @@ class Scheduler:
         ticket.cancelled = True
 
     def is_prefilling(self, ticket: Ticket) -> bool:
-        """Whether the next forward, or the one under way, has (or may have) many rows of this request. Any thread."""
+        """Whether a forward under way may have many rows of this request: it is worth interrupting. Any thread."""
         pages = ticket.pages
         return pages is not None and ticket.n_rows_total - pages.n_tokens > 1
 

@@ -179,6 +179,26 @@ def test_a_bug_in_a_step_ends_its_requests_only(running: Running, monkeypatch: p
     assert running.submit(tokens_of(2, 5))[1].text == expected(tokens_of(2, 5))
 
 
+def test_a_listener_that_fails_at_the_end_of_a_step_stops_nothing() -> None:
+    running = Running()
+    running.thread._on_step_end = lambda: 1 // 0
+    assert running.submit(tokens_of(1, 5))[1].text == expected(tokens_of(1, 5))
+    running.stop()
+
+
+def test_should_the_thread_end_by_a_bug_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running()
+    running.gate.clear()
+    _, listener = running.submit(tokens_of(1, 5))
+    assert running.in_forward.wait(PATIENCE_S)
+    monkeypatch.setattr(running.thread, "_step", lambda: 1 // 0)
+    running.gate.set()
+    assert isinstance(listener.last.error, ShuttingDown)
+    running.stop()
+    with pytest.raises(ShuttingDown):
+        running.submit(tokens_of(2, 5))
+
+
 def test_draining_finishes_what_is_there_and_refuses_the_rest() -> None:
     running = Running(max_batch_size=1)
     running.gate.clear()

@@ -12,7 +12,7 @@ from colibri import native
 from colibri.daemon import kv_types
 from colibri.daemon.pages import PageTable, numerics_key
 from colibri.daemon.scheduler import Event, Finished, Limits, Request, Scheduler, Scored, Started, Token
-from colibri.kvstore import PageStore
+from colibri.kvstore import PageMeta, PageStore
 
 GREEDY = native.Sampling()
 WARM = native.Sampling(temperature=0.9, top_p=0.95, seed=7, repetition_penalty=1.1)
@@ -138,6 +138,28 @@ def test_restored_pages_give_the_same_bits(
     store.close()
     assert cached(restored) == len(prompt) - 1
     assert drawn(restored) == alone
+
+
+def test_a_damaged_page_is_refused_by_the_engine_and_computed_again(
+    model: native.Model, prompt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PageStore(tmp_path / "pages", low_water_bytes=0)
+    with bench(model, store=store) as it:
+        first = it.complete(prompt)
+    read = store.read
+
+    def damage_the_third(meta: PageMeta) -> bytes:
+        data = bytearray(read(meta))
+        data[len(data) // 2] ^= 1 if meta.number == 3 else 0
+        return bytes(data)
+
+    monkeypatch.setattr(store, "read", damage_the_third)
+    with bench(model, store=store) as it:
+        again = it.complete(prompt)
+        assert it.pages.counters.bad == 1
+    store.close()
+    assert cached(again) == 64
+    assert drawn(again) == drawn(first)
 
 
 def test_a_score_agrees_with_the_tokens_drawn(model: native.Model, prompt: list[int]) -> None:
