@@ -46,7 +46,8 @@ class Session:
     def __str__(self) -> str:
         if not self.resumed:
             return f"session {self.name!r}: new"
-        return f"session {self.name!r}: resumed, {age(self.age_s)} old, {self.n_turns} turns, {self.n_tokens} tokens"
+        length = f"{counted(self.n_turns, 'turn')}, {counted(self.n_tokens, 'token')}"
+        return f"session {self.name!r}: resumed, {age(self.age_s)} old, {length}"
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -88,14 +89,21 @@ class Session:
         self.n_tokens, self.n_turns, self.state = info.n_tokens, info.n_turns, info.state
         self.age_s = max(0.0, time.time() - info.created)
 
+    def _turn_begun(self) -> None:
+        """From its first turn on the session may be there, whatever becomes of the turn."""
+        self._expected = self._expected or None
+
     def _turn_ended(self, reply: Reply | None) -> None:
         if reply is None or reply.session is None:
-            # A first turn that failed may have made the session before it did.
-            self._expected = self._expected or None
             return
         self._expected = True
         self.n_tokens, self.n_turns = reply.session.n_tokens, reply.session.n_turns
         self.age_s = reply.session.age_s
+
+
+def counted(n: int, what: str) -> str:
+    """1 turn, 2 turns."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 # Seconds in a unit, and its name.

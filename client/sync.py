@@ -208,9 +208,12 @@ class Client:
         return self._stream(request, session, on_progress)
 
     def _stream(self, request: Request, session: Session | None, on_progress: OnProgress | None) -> Stream:
+        id = self._transport.send(request)
+        if session is not None:
+            session._turn_begun()
         return Stream(
             self._transport,
-            self._transport.send(request),
+            id,
             timeout_s=self._reply_timeout_s,
             on_progress=on_progress,
             on_end=None if session is None else session._turn_ended,

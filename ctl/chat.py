@@ -19,7 +19,7 @@ import colibri
 
 from .command import given, online, sampling_options, text_or_stdin
 from .generate import show_reply
-from .output import ProgressLine, print_stream, printable, reply_line
+from .output import ProgressLine, length, print_stream, printable, reply_line
 
 PROMPT = "> "
 # As much as a shell keeps.
@@ -201,7 +201,7 @@ class Repl:
     def _show_stats(self) -> None:
         session = self._conversation.session
         if session is not None:
-            click.echo(f"session {session.name!r}: {session.n_turns} turns, {session.n_tokens} tokens")
+            click.echo(f"session {session.name!r}: {length(session.n_turns, session.n_tokens)}")
         click.echo(reply_line(self._last) if self._last is not None else "no reply yet")
 
     def _show_history(self) -> None:

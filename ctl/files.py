@@ -21,7 +21,7 @@ def converter(as_json: bool) -> Iterator[ModuleType]:
     try:
         from colibri import convert as library
     except ModuleNotFoundError as error:
-        words = f"{error.name} is not installed: pip install 'colibri-moe[daemon]'"
+        words = f"{(error.name or '').split('.')[0]} is not installed: pip install 'colibri-moe[daemon]'"
         fail({"type": "not_installed", "message": words}, words, as_json, EXIT_NOT_INSTALLED)
     try:
         yield library

@@ -13,9 +13,10 @@ def main() -> None:
 
         cli(prog_name="colibrictl")
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("click", "rich"):
+        package = (error.name or "").split(".")[0]
+        if package not in ("click", "rich"):
             raise
-        print(f"colibrictl: {error.name} is not installed: pip install 'colibri-moe[daemon]'", file=sys.stderr)
+        print(f"colibrictl: {package} is not installed: pip install 'colibri-moe[daemon]'", file=sys.stderr)
         raise SystemExit(EXIT_NOT_INSTALLED) from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import colibri
-from colibri.sessions import age
+from colibri.sessions import age, counted
 
 # Control characters but newline and tab: what a model writes must not steer the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,30 +30,44 @@ def printable(text: str) -> str:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table whose numbers stand to the right."""
-    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     rows = [list(row) for row in rows]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for i, name in enumerate(columns):
         numeric = bool(rows) and all(isinstance(row[i], int | float) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(str(value))) for value in row))
-    Console(highlight=False).print(table)
+    width = None if sys.stdout.isatty() else 10_000  # a pipe has no edge to fold at
+    Console(highlight=False, width=width).print(table)
 
 
 def print_figures(figures: Mapping[str, Any], indent: int = 0) -> None:
     """Nested figures, a name and a value per line."""
     width = max((len(name) for name, value in figures.items() if not isinstance(value, Mapping)), default=0)
     for name, value in figures.items():
-        if isinstance(value, Mapping):
+        if rows := _rows(value):
+            click.echo(f"{'':{indent}}{name}")
+            print_table(list(rows[0]), ([human(key, cell) for key, cell in row.items()] for row in rows))
+        elif isinstance(value, Mapping):
             click.echo(f"{'':{indent}}{name}")
             print_figures(value, indent + 2)
         else:
             click.echo(f"{'':{indent}}{name:<{width}}  {human(name, value)}")
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """The rows of what is a table: several maps with the same keys, in an array or by name; else none."""
+    if isinstance(value, Mapping) and all(isinstance(row, Mapping) for row in value.values()):
+        rows = [{"": name, **row} for name, row in value.items()]
+    elif isinstance(value, list | tuple) and all(isinstance(row, Mapping) for row in value):
+        rows = [dict(row) for row in value]
+    else:
+        return []
+    return rows if len(rows) > 1 and all(row.keys() == rows[0].keys() for row in rows) else []
 
 
 def human(name: str, value: Any) -> str:
@@ -65,7 +79,7 @@ def human(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if name.endswith("_s") else f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return ", ".join(human(name, item) for item in value)
+        return ", ".join(human(name, item) for item in value) or "-"
     return printable(str(value))
 
 
@@ -76,6 +90,11 @@ def size(n_bytes: float) -> str:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
         n_bytes /= 1024
     return f"{n_bytes:.1f} TiB"
+
+
+def length(n_turns: int, n_tokens: int) -> str:
+    """How long a conversation is."""
+    return f"{counted(n_turns, 'turn')}, {counted(n_tokens, 'token')}"
 
 
 def ago(when_s: float) -> str:

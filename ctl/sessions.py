@@ -9,7 +9,7 @@ import click
 import colibri
 
 from .command import online
-from .output import ago, print_json, print_table, printable
+from .output import ago, length, print_json, print_table, printable
 
 
 @click.group()
@@ -42,7 +42,7 @@ def show(client: colibri.Client, name: str, tokens: bool, as_json: bool) -> None
         print_json(info.to_wire())
         return
     click.echo(
-        f"{info.name}: {info.n_turns} turns, {info.n_tokens} tokens, {info.state}, "
+        f"{info.name}: {length(info.n_turns, info.n_tokens)}, {info.state}, "
         f"made {ago(info.created)}, last used {ago(info.updated)}"
     )
     if info.note:
@@ -89,6 +89,6 @@ def delete(client: colibri.Client, name: str, yes: bool, as_json: bool) -> None:
     """Forget session NAME."""
     session = client.session(name, resume=True)
     if not yes and sys.stdin.isatty():
-        click.confirm(f"delete {name!r}, {session.n_turns} turns and {session.n_tokens} tokens?", abort=True, err=True)
+        click.confirm(f"delete {name!r}, {length(session.n_turns, session.n_tokens)}?", abort=True, err=True)
     session.delete()
     print_json({"name": name, "deleted": True}) if as_json else click.echo(f"session {name!r} is deleted")

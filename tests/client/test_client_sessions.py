@@ -27,7 +27,7 @@ def test_a_resumed_session_says_how_old_and_how_long_it_is(alice: colibri.Sessio
     assert alice.resumed
     assert alice.n_turns == 1
     assert alice.n_tokens == len("hi") + len("You said: hi")
-    assert str(alice) == "session 'alice': resumed, 2 h old, 1 turns, 14 tokens"
+    assert str(alice) == "session 'alice': resumed, 2 h old, 1 turn, 14 tokens"
 
 
 def test_a_turn_is_told_with_the_reply_and_remembered(client: colibri.Client) -> None:
@@ -75,6 +75,16 @@ def test_after_a_first_turn_that_failed_both_are_possible(client: colibri.Client
     session = client.session("alice")
     daemon.script["chat"] = holding(["a"])
     session.chat_stream("hi").close()
+    del daemon.script["chat"]
+    assert session.chat("hi").text == "You said: hi"
+
+
+def test_after_a_first_turn_that_was_dropped_both_are_possible(client: colibri.Client, daemon: FakeDaemon) -> None:
+    session = client.session("alice")
+    daemon.sessions["alice"], daemon.tokens["alice"] = [], []  # as the daemon does when it accepts the prompt
+    daemon.script["chat"] = holding(["a"])
+    for _ in session.chat_stream("hi"):
+        break
     del daemon.script["chat"]
     assert session.chat("hi").text == "You said: hi"
 

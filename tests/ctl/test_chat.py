@@ -72,7 +72,7 @@ def test_a_session_gets_only_what_is_new(talk: Talk, daemon: FakeDaemon) -> None
 
 
 def test_resuming_is_told(talk: Talk, alice: str) -> None:
-    assert talk(session=alice).startswith("session 'alice': resumed, 2 h old, 1 turns, 14 tokens\n")
+    assert talk(session=alice).startswith("session 'alice': resumed, 2 h old, 1 turn, 14 tokens\n")
 
 
 def test_a_cut_off_reply_is_told(talk: Talk, alice: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_commands_are_not_sent(talk: Talk, daemon: FakeDaemon) -> None:
     assert "/history  what was said" in text
     assert "no reply yet" in text
     assert "no command /nonsense; /help shows those there are" in text
-    assert "session 'alice': 1 turns, 14 tokens" in text
+    assert "session 'alice': 1 turn, 14 tokens" in text
     assert "2 prompt tokens (0 cached)" in text
 
 

@@ -83,7 +83,7 @@ def test_chat_reads_a_pipe_without_its_last_newline(ctl: Ctl) -> None:
 def test_chat_tells_that_it_resumes(ctl: Ctl, alice: str) -> None:
     result = ctl("chat", "again", "--session", alice)
     assert result.stdout == "You said: again\n"
-    assert result.stderr == "session 'alice': resumed, 2 h old, 1 turns, 14 tokens\n"
+    assert result.stderr == "session 'alice': resumed, 2 h old, 1 turn, 14 tokens\n"
 
 
 def test_chat_in_a_new_session_says_nothing(ctl: Ctl, daemon: FakeDaemon) -> None:
@@ -158,7 +158,7 @@ def test_no_sessions_are_said_on_stderr(ctl: Ctl) -> None:
 
 def test_a_session_is_shown_with_its_messages(ctl: Ctl, alice: str) -> None:
     text = ctl("sessions", "show", alice, "--tokens").stdout
-    assert text.startswith("alice: 1 turns, 14 tokens, idle, made 2 h ago, last used 0 s ago\n\nuser:\nhi\n")
+    assert text.startswith("alice: 1 turn, 14 tokens, idle, made 2 h ago, last used 0 s ago\n\nuser:\nhi\n")
     assert "tokens: 104 105 89" in text
     assert "tokens" not in as_json(ctl("sessions", "show", alice, "--json"))
 
@@ -254,6 +254,18 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_pipe_gets_what_the_model_wrote() -> None:
     assert output.printable("\x1b[1m") == "\x1b[1m"
+
+
+def test_maps_of_the_same_keys_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_figures({"layers": [{"kind": "dense", "bytes": 1024}, {"kind": "experts", "bytes": 2048}], "none": []})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["layers"],
+        ["kind", "bytes"],
+        ["dense", "1.0", "KiB"],
+        ["experts", "2.0", "KiB"],
+        ["none", "-"],
+    ]
 
 
 @pytest.mark.parametrize(
