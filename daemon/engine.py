@@ -122,6 +122,8 @@ class EngineThread:
             self._stopping = True
             self._draining = self._draining and drain
         self._wake.set()
+        if self._thread.ident is None:  # never started, or it would end at once
+            self._thread.start()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

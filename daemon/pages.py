@@ -279,7 +279,7 @@ class PageTable:
         page = None
         if meta is not None and n_stored > n_resident:
             page, n = self._load(meta, n_stored), n_stored
-        if page is None and node is not None:
+        if page is None and node is not None and self._node_of[node.page] is node:  # not evicted for the stored one
             page, n = self._copy(node, n_resident), n_resident
         if page is not None:
             sequence.pages.append(page)

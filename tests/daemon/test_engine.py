@@ -224,6 +224,15 @@ def test_stopping_without_draining_fails_what_is_there() -> None:
         running.thread.call(lambda: None).result(PATIENCE_S)
 
 
+def test_a_thread_that_was_never_started_stops_too() -> None:
+    rig = Rig()
+    thread = EngineThread(rig.engine, rig.pages, rig.scheduler)
+    listener = Listener()
+    thread.submit(Request(tokens=[1], sampling=Sampling(), on_event=listener))
+    assert thread.stop(drain=False, timeout_s=PATIENCE_S)
+    assert isinstance(listener.last.error, ShuttingDown)
+
+
 def test_stopping_saves_full_pages_and_tails() -> None:
     store = MemoryPageStore()
     running = Running(store=store, idle_s=PATIENCE_S)

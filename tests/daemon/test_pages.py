@@ -245,6 +245,20 @@ def test_a_tail_is_not_evicted_to_be_copied_into_its_own_page() -> None:
     assert found(table, tokens_of(1, 50)) == 40
 
 
+def test_a_beginning_that_was_evicted_for_a_damaged_page_is_not_copied() -> None:
+    store = MemoryPageStore()
+    table = table_of(1, store)
+    keep(table, [1, 2, 3, 4, 5])
+    assert table.close(timeout_s=10)
+    table = table_of(1, store)
+    store.fail_reads = True
+    keep(table, [1, 2, 3, 9])
+    store.fail_reads = False
+    store.corrupt(0)
+    assert found(table, [1, 2, 3, 4, 5, 6]) == 0
+    assert table.counters.bad == 1
+
+
 # -- writing behind --------------------------------------------------------------------------------------------------
 
 
