@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import colibri.native
 from colibri.convert import convert
-from support import reference_cases, reference_model
+from support import engine, reference_cases, reference_model
 from support.reference_cases import Case, Vectors
 
 # Of the largest logit. f32 against f32 in another order of additions: 4e-7 was seen; an error of kind is 1e-2 and more.
@@ -22,7 +21,6 @@ TOLERANCE = 2e-5
 
 CASES = reference_cases.all_cases()
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-needs_engine = pytest.mark.skipif(not hasattr(colibri.native, "Context"), reason="the engine is not built yet")
 
 
 @pytest.fixture(scope="session")
@@ -35,31 +33,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         files[case.name] = folder / f"{case.name}.colibri"
         convert(checkpoint, files[case.name], quantize="f32")
     return files
-
-
-def run_engine(path: Path, tokens: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """All logits and the routing, computed by libcolibri in one batch."""
-    from colibri.native import Batch, Context, Model
-
-    n = len(tokens)
-    n_pages = -(-n // colibri.native.PAGE_TOKENS)
-    with Model(path) as model:
-        context = Context(model, n_pages=n_pages, kv_format="f32", max_rows=n, max_logits=n)
-        batch = Batch(
-            tokens=tokens.tolist(),
-            positions=list(range(n)),
-            sequences=[0] * n,
-            flags=[colibri.native.ROW_LOGITS] * n,
-            targets=None,
-            page_tables=[list(range(n_pages))],
-            want_routing=True,
-        )
-        result = context.forward(batch)
-        assert result.row_status == [0] * n
-        logits = np.array([context.logits(i) for i in range(n)])
-        routing = np.array(result.routing).reshape(n, model.info.n_layers, -1)
-        context.close()
-    return logits, routing
 
 
 def assert_parity(vectors: Vectors, logits: npt.NDArray[np.floating], routing: npt.NDArray[np.int32]) -> None:
@@ -79,14 +52,12 @@ def test_the_file_decoded_by_numpy_gives_the_logits_of_transformers(case: Case, 
     assert_parity(vectors, logits, routing)
 
 
-@needs_engine
 @each_case
 def test_the_engine_gives_the_logits_of_transformers(case: Case, converted: dict[str, Path]) -> None:
     vectors = Vectors.load(reference_cases.VECTORS / f"{case.name}.npz")
-    assert_parity(vectors, *run_engine(converted[case.name], vectors.tokens))
+    assert_parity(vectors, *engine.run(converted[case.name], vectors.tokens))
 
 
-@needs_engine
 @pytest.mark.oracle
 @each_case
 def test_the_engine_gives_all_logits_of_transformers_live(
@@ -97,7 +68,7 @@ def test_the_engine_gives_all_logits_of_transformers_live(
 
     tokens = reference_cases.tokens()
     expected, experts = transformers_oracle.run(reference_cases.make_checkpoint(case, tmp_path), tokens)
-    logits, routing = run_engine(converted[case.name], tokens)
+    logits, routing = engine.run(converted[case.name], tokens)
     np.testing.assert_array_equal(routing, experts)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * float(np.abs(expected).max()))
 

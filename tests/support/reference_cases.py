@@ -25,12 +25,14 @@ VOCABULARY = 300
 
 @dataclass(frozen=True)
 class Case:
-    """`config`: keys to set, null to remove. `columns`: how many logits of each row the vectors keep."""
+    """`config`: keys to set, null to remove. `drop`: tensors to leave out. `biases`: give q, k, v and o random ones.
+    `columns`: how many logits of each row the vectors keep."""
 
     name: str
     checkpoint: str
     config: dict[str, Any] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
+    biases: bool = False
     columns: int = 25
 
 
@@ -90,9 +92,19 @@ def make_checkpoint(case: Case, folder: Path) -> Path:
     config = json.loads((source / "config.json").read_text()) | case.config
     config = {key: value for key, value in config.items() if case.config.get(key, value) is not None}
     (folder / "config.json").write_text(json.dumps(config))
-    if case.drop:
-        tensors = load_file(source / "model.safetensors")
-        save_file(
-            {k: v for k, v in tensors.items() if k not in case.drop}, folder / "model.safetensors", {"format": "pt"}
-        )
+    if case.drop or case.biases:
+        tensors = {k: v for k, v in load_file(source / "model.safetensors").items() if k not in case.drop}
+        if case.biases:
+            tensors |= _random_biases(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def _random_biases(tensors: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """One bias for each attention projection, of the size of its output."""
+    random = np.random.default_rng(2)
+    names = sorted(name for name in tensors if name.endswith("_proj.weight") and "self_attn" in name)
+    return {
+        name.replace("weight", "bias"): random.standard_normal(len(tensors[name])).astype(tensors[name].dtype)
+        for name in names
+    }
