@@ -129,7 +129,11 @@ class Transport:
                 self._raise_if_failed()
                 id, data = self._protocol.send_request(request)
                 self._inboxes[id] = deque()
-            self._write(data)
+            try:
+                self._write(data)
+            except BaseException:  # the caller does not learn the id
+                self._dropped.append(id)
+                raise
         return id
 
     def _write(self, data: bytes) -> None:
@@ -143,11 +147,11 @@ class Transport:
                     self._wait(select.POLLIN | select.POLLOUT, None)
                     self._read_if_nobody_does()
         except OSError as error:
-            lost = ConnectionLost(f"the daemon went away: {error.strerror or error}", hint="connect again")
-            self.fail(lost)
-            raise lost from None
+            self._read_if_nobody_does()  # it may have said why before it closed
+            self.fail(ConnectionLost(f"the daemon went away: {error.strerror or error}", hint="connect again"))
+            self._raise_if_failed()
         except BaseException:
-            if 0 < len(left) < len(data):
+            if left:
                 self.fail(ConnectionLost("interrupted in the middle of a request", hint="connect again"))
             raise
 
@@ -158,8 +162,11 @@ class Transport:
             self._read_until(lambda: not self._abandoned, CANCEL_TIMEOUT_S)
 
     def _cancel_dropped(self) -> None:
-        while self._dropped:
-            id = self._dropped.popleft()
+        while True:
+            try:
+                id = self._dropped.popleft()
+            except IndexError:
+                return
             with self._changed:
                 if self._error is not None or id not in self._inboxes:
                     continue

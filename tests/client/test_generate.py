@@ -11,7 +11,7 @@ import pytest
 import colibri
 from colibri.protocol import Answer, Done, Failure, Progress
 from colibri.protocol.messages import Cancel, Chat, Generate, Message, Request, Sampling
-from support.fake_daemon import Connection, FakeDaemon, holding, token
+from support.fake_daemon import PATIENCE_S, Connection, FakeDaemon, holding, token
 from support.wire import completion
 
 
@@ -166,6 +166,37 @@ def test_a_daemon_that_shuts_down_says_so(client: colibri.Client, daemon: FakeDa
     with pytest.raises(colibri.ShuttingDown) as caught:
         list(client.generate("a"))
     assert caught.value.extra["text"] == "so far"
+
+
+def test_what_the_daemon_said_before_it_left_an_idle_client_is_what_the_next_request_raises(
+    client: colibri.Client, daemon: FakeDaemon
+) -> None:
+    closed = threading.Event()
+
+    def leave(connection: Connection, id: int, request: Request) -> None:
+        connection.answer(id, Done({}))
+        connection.socket.sendall(connection.protocol.send_failure(colibri.ShuttingDown("bye")))
+        connection.socket.close()
+        closed.set()
+
+    daemon.script["health"] = leave
+    client.health()
+    assert closed.wait(PATIENCE_S)
+    with pytest.raises(colibri.ShuttingDown, match="bye"):
+        client.stats()
+
+
+def test_a_request_that_was_cut_by_ctrl_c_gives_the_connection_up(
+    client: colibri.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client._transport, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.tokenize("x" * 5_000_000)  # more than the kernel takes at once
+    with pytest.raises(colibri.ConnectionLost, match="interrupted in the middle of a request"):
+        client.health()
 
 
 def test_a_daemon_that_talks_nonsense_is_given_up(client: colibri.Client, daemon: FakeDaemon) -> None:
