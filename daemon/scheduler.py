@@ -184,7 +184,7 @@ class Ticket:
     logprobs: list[float] = field(default_factory=list)  # of a score, so far
     cached_tokens: int = 0
     started: float | None = None
-    loaded: float | None = None
+    announced: bool = False  # Started was told
     first_token: float | None = None
     load_s: float = 0.0
 
@@ -202,6 +202,12 @@ class Ticket:
         return len(self.tokens) - 1 if self.request.score else len(self.tokens)
 
     @property
+    def n_pending(self) -> int:
+        """Rows that are still to be computed; 1 when decoding. For a running sequence."""
+        assert self.pages is not None
+        return self.n_rows_total - self.pages.n_tokens
+
+    @property
     def n_reusable(self) -> int:
         """Leading positions that may come from the cache: all but those whose outcome is still wanted."""
         return len(self.logprobs) if self.request.score else len(self.tokens) - 1
@@ -216,6 +222,13 @@ class Chunk:
     start: int
     n_rows: int
     wants_logits: bool
+
+    @staticmethod
+    def of(ticket: Ticket, n_rows: int, *, wants_logits: bool) -> Chunk:
+        """The next `n_rows` rows of a running sequence."""
+        assert ticket.pages is not None
+        assert 0 < n_rows <= ticket.n_pending
+        return Chunk(ticket, ticket.pages, ticket.pages.n_tokens, n_rows, wants_logits)
 
     @property
     def end(self) -> int:
@@ -407,8 +420,8 @@ class Scheduler:
     def _start(self, ticket: Ticket, pages: SequencePages) -> None:
         """What the cache has is known; a score that was set back forgets what it will compute again."""
         del ticket.logprobs[pages.n_tokens :]
-        if ticket.loaded is None:
-            ticket.loaded = self._clock()
+        if not ticket.announced:
+            ticket.announced = True
             ticket.cached_tokens = pages.n_tokens
             assert ticket.started is not None
             _tell(ticket, Started(ticket.cached_tokens, ticket.started - ticket.submitted))
@@ -420,29 +433,32 @@ class Scheduler:
     def _plan(self) -> list[Chunk]:
         """Rows for the next forward: those that decode first, then even shares of what is left for the others."""
         rows, logits = self.limits.max_step_rows, self.limits.max_logits
-        ready = [
-            (ticket, ticket.pages) for ticket in self._running if ticket.pages is not None and not ticket.restoring
-        ]
-        pending = {ticket: ticket.n_rows_total - pages.n_tokens for ticket, pages in ready}
-        decoding = [(ticket, pages) for ticket, pages in ready if pending[ticket] == 1]
-        if len(decoding) > min(rows, logits):
-            self._turn = (self._turn + 1) % len(decoding)
-            decoding = decoding[self._turn :] + decoding[: self._turn]
-        chunks = []
-        for ticket, pages in decoding[: min(rows, logits)]:
-            chunks.append(Chunk(ticket, pages, pages.n_tokens, 1, not ticket.request.score))
+        ready = [ticket for ticket in self._running if not ticket.restoring]
+        chunks = self._plan_decoding([ticket for ticket in ready if ticket.n_pending == 1], min(rows, logits))
         rows -= len(chunks)
         logits -= sum(chunk.wants_logits for chunk in chunks)
+        # Short ones first, so that what they leave of their share goes to the longer ones.
+        prefilling = sorted((ticket for ticket in ready if ticket.n_pending > 1), key=lambda ticket: ticket.n_pending)
+        return chunks + self._plan_prefilling(prefilling, rows, logits)
 
-        prefilling = sorted(((t, p) for t, p in ready if pending[t] > 1), key=lambda item: pending[item[0]])
-        for i, (ticket, pages) in enumerate(prefilling):
-            # Short ones first, so that what they leave is shared by the longer ones.
-            n_rows = min(pending[ticket], -(-rows // (len(prefilling) - i)))
-            wants_logits = n_rows == pending[ticket] and not ticket.request.score
+    def _plan_decoding(self, tickets: list[Ticket], n: int) -> list[Chunk]:
+        """One row for each of at most `n` sequences; if there are more, they take turns."""
+        if len(tickets) > n:
+            self._turn = (self._turn + 1) % len(tickets)
+            tickets = tickets[self._turn :] + tickets[: self._turn]
+        return [Chunk.of(ticket, 1, wants_logits=not ticket.request.score) for ticket in tickets[:n]]
+
+    @staticmethod
+    def _plan_prefilling(tickets: list[Ticket], rows: int, logits: int) -> list[Chunk]:
+        """Shares `rows` among prompts; only `logits` of them may get to their end."""
+        chunks = []
+        for i, ticket in enumerate(tickets):
+            n_rows = min(ticket.n_pending, -(-rows // (len(tickets) - i)))
+            wants_logits = n_rows == ticket.n_pending and not ticket.request.score
             if wants_logits and logits == 0:
                 wants_logits, n_rows = False, n_rows - 1
             if n_rows > 0:
-                chunks.append(Chunk(ticket, pages, pages.n_tokens, n_rows, wants_logits))
+                chunks.append(Chunk.of(ticket, n_rows, wants_logits=wants_logits))
                 rows -= n_rows
                 logits -= wants_logits
         return chunks
