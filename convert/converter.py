@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass
 class Report:
-    """What a conversion did. `errors`: per kind of tensor, how far encoded weights are from their source."""
+    """What a conversion did. `rounding`: per kind of tensor, how far encoded weights are from their source."""
 
     out: str
     family: str
@@ -77,7 +77,7 @@ class Report:
     n_experts: int
     end_tokens: list[int]
     source_files: list[str]
-    errors: dict[str, dict[str, float | int]]
+    rounding: dict[str, dict[str, float | int]]
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -123,7 +123,7 @@ def convert(
         n_experts=len(plan.experts),
         end_tokens=assets.end_tokens,
         source_files=[*assets.files, *files],
-        errors=conversion.error_figures(),
+        rounding=conversion.error_figures(),
         notes=unknown + plan.notes + assets.notes,
         seconds=time.monotonic() - started,
     )
@@ -157,6 +157,7 @@ class _Conversion:
             table = self._write_tensors(file)
             expert_table = self._write_experts(file)
             text = self._json().ljust(self._json_bytes)
+            assert len(text) == self._json_bytes, "JSON_SLACK is too small"
             file.write_at(self.layout.json, text)
             file.write_at(self.layout.tensor_table, table.tobytes())
             file.write_at(self.layout.expert_table, expert_table)

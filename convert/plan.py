@@ -16,7 +16,7 @@ from .architecture import Architecture, tensor_specs
 from .checkpoint import Checkpoint
 from .errors import TensorError
 from .families import ExpertNames, Family
-from .format import NO_LAYER, ArchFlag, Format, Role, TensorSpec
+from .format import ArchFlag, Format, Role, TensorSpec
 
 _NAMES_SHOWN = 5  # of a list of tensors in a message; the rest is counted
 
@@ -78,10 +78,10 @@ class _Finder:
         self.missing.append(candidates[0])
         return None
 
-    def demand_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
+    def demand_shape(self, name: str, shape: tuple[int, ...]) -> None:
         actual = self.checkpoint.tensors[name].shape
-        if actual not in shapes:
-            raise TensorError(f"has shape {list(actual)}; the configuration demands {list(shapes[0])}", where=name)
+        if actual != shape:
+            raise TensorError(f"has shape {list(actual)}; the configuration demands {list(shape)}", where=name)
 
 
 def _find_tensor(finder: _Finder, family: Family, spec: TensorSpec) -> Part | None:
@@ -190,8 +190,3 @@ def _equal(checkpoint: Checkpoint, one: str, other: str, band_rows: int = 1024) 
     rows = slice(0, shape[0])
     pairs = zip(checkpoint.bands(one, rows, band_rows), checkpoint.bands(other, rows, band_rows), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
-
-
-def model_tensor(plan: Plan, role: Role) -> Part | None:
-    """Source of a tensor that the model has once."""
-    return next((part for spec, part in plan.tensors if spec.role is role and spec.layer == NO_LAYER), None)

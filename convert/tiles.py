@@ -27,10 +27,10 @@ class QuantizationError:
     n_weights: int = 0
 
     def add(self, source: Floats, decoded: Floats) -> None:
-        difference = source.astype(np.float64) - decoded
-        self.squared_error += float(np.sum(difference * difference))
-        self.squared_weight += float(np.sum(np.square(source, dtype=np.float64)))
+        difference = source - decoded
         self.largest = max(self.largest, float(np.max(np.abs(difference), initial=0.0)))
+        self.squared_error += _sum_of_squares(difference)
+        self.squared_weight += _sum_of_squares(source)
         self.n_weights += source.size
 
     def to_dict(self) -> dict[str, float | int]:
@@ -43,6 +43,11 @@ class QuantizationError:
         }
 
 
+def _sum_of_squares(x: Floats) -> float:
+    """In float64 throughout: weights may be tiny or huge. Rows are summed first, so that the copy stays small."""
+    return float(sum(np.sum(np.square(row, dtype=np.float64)) for row in np.array_split(x, max(1, x.size >> 16))))
+
+
 def quantize_q8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
     """x: [rows, cols], cols a multiple of 32 → integers [rows, cols] in ±127 and scales [rows, cols / 32] that bf16
     holds exactly.
@@ -50,11 +55,12 @@ def quantize_q8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
     The scale is amax / 127 rounded up to bf16, so that dividing by it never gives more than 127.
     """
     groups = x.reshape(x.shape[0], -1, GROUP)
-    amax = np.max(np.abs(groups), axis=2)
+    amax = np.maximum(groups.max(axis=2), -groups.min(axis=2))
     exact = (amax / np.float32(127)).view(np.uint32)
     scales = ((exact + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
     divisor = np.where(scales > 0, scales, np.float32(1))
-    integers = np.rint(groups / divisor[:, :, None]).astype(np.int8)
+    quotients = groups / divisor[:, :, None]
+    integers = np.rint(quotients, out=quotients).astype(np.int8)
     return integers.reshape(x.shape), scales
 
 
@@ -81,10 +87,10 @@ def _encode_q8(x: Floats, error: QuantizationError) -> Bytes:
     padded = _pad(x, TILE_ROWS, GROUP)
     cols = padded.shape[1]
     integers, scales = quantize_q8(padded)
-    decoded = integers.astype(np.float32) * np.repeat(scales, GROUP, axis=1)
-    error.add(x, decoded[: x.shape[0], : x.shape[1]])
+    decoded = integers.reshape(*scales.shape, GROUP) * scales[:, :, None]
+    error.add(x, decoded.reshape(padded.shape)[: x.shape[0], : x.shape[1]])
     n_tiles = padded.shape[0] // TILE_ROWS
-    unsigned = (integers.astype(np.int16) + 128).astype(np.uint8)
+    unsigned = integers.view(np.uint8) ^ np.uint8(128)  # + 128 in two's complement
     weights = unsigned.reshape(n_tiles, TILE_ROWS, cols // 4, 4).transpose(0, 2, 1, 3)
     bf16 = (scales.view(np.uint32) >> 16).astype("<u2").reshape(n_tiles, TILE_ROWS, cols // GROUP).transpose(0, 2, 1)
     out = np.zeros((n_tiles, tile_bytes(Format.Q8, cols)), np.uint8)

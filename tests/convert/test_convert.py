@@ -57,8 +57,8 @@ def test_progress_rises_to_the_size_of_the_file(tiny_checkpoint: Path, tmp_path:
 
 
 def test_the_report_tells_what_quantising_cost(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    exact = convert(tiny_checkpoint, tmp_path / "a.colibri", quantize="bf16").errors
-    rounded = convert(tiny_checkpoint, tmp_path / "b.colibri", quantize="q8").errors
+    exact = convert(tiny_checkpoint, tmp_path / "a.colibri", quantize="bf16").rounding
+    rounded = convert(tiny_checkpoint, tmp_path / "b.colibri", quantize="q8").rounding
     assert all(figures["relative_rms"] == 0 for figures in exact.values())
     assert 1e-3 < rounded["expert_up"]["relative_rms"] < 1e-2
     assert rounded["router"]["relative_rms"] == 0
