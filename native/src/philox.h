@@ -10,10 +10,9 @@ struct philox {
     uint32_t words[4];
 };
 
-/* The block of the counter (low, high halves; the upper 64 bits are zero) under the key. */
-static inline struct philox colibri_philox(uint64_t key, uint64_t counter) {
+/* The block that belongs to a counter under a key. */
+static inline struct philox colibri_philox(uint64_t key, struct philox x) {
     const uint64_t multiplier_0 = 0xD2511F53, multiplier_2 = 0xCD9E8D57;
-    struct philox x = {{(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0}};
     uint32_t key_0 = (uint32_t)key, key_1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t a = multiplier_0 * x.words[0], b = multiplier_2 * x.words[2];

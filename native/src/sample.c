@@ -14,7 +14,7 @@
  *   9. top-p below 1: the shortest beginning, in order, whose weights sum up to at least top_p × the sum of all. Sums run in double; the sum
  *      of all runs in the order in which step 7 left the candidates: sorted if it cut, by id if not.
  *  10. min-p: those with w ≥ min_p; the first in order always stays.
- *  11. the draw: u = (53 bits of Philox4x32-10, key = seed, counter = position) / 2^53, from words 0 (high) and 1; the first candidate whose
+ *  11. the draw: u = (53 bits of Philox4x32-10, key = seed, counter = position; low words first) / 2^53, from words 0 (high) and 1; the first candidate whose
  *      running sum in double exceeds u × the sum, sorted if step 7 or 9 cut, by id if not.
  *
  * Sorting a vocabulary for each token would cost more than small models take to compute it, so steps 7 and 9 take the best from a
@@ -218,7 +218,7 @@ static size_t keep_min_p(struct candidate *candidates, size_t n, float *w, float
 }
 
 static double uniform(uint64_t seed, uint64_t position) {
-    struct philox random = colibri_philox(seed, position);
+    struct philox random = colibri_philox(seed, (struct philox){{(uint32_t)position, (uint32_t)(position >> 32), 0, 0}});
     return (double)(((uint64_t)random.words[0] << 32 | random.words[1]) >> 11) * 0x1p-53;
 }
 
