@@ -41,11 +41,19 @@ class SourceTensor:
 def read_json(path: Path) -> Any:
     """The parsed file; MissingFile or DamagedFile."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise MissingFile("no such file", where=str(path)) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DamagedFile(f"not JSON: {error}", where=str(path)) from None
+
+
+def parse_json(raw: bytes, where: str) -> Any:
+    """The value of a JSON file that can also be written again; DamagedFile names `where`."""
+    try:
+        value = json.loads(raw)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair parses, but is no text
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"not JSON: {error}", where=where) from None
+    return value
 
 
 def read_safetensors_header(path: Path) -> dict[str, SourceTensor]:

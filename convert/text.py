@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from .checkpoint import read_json
+from .checkpoint import parse_json
 from .errors import DamagedFile, MissingFile, UnsupportedModel
 from .format import MAX_END_TOKENS
 
@@ -31,7 +31,7 @@ class TextAssets:
     end_tokens: list[int]
     bos_token_id: int | None
     add_bos: bool
-    files: dict[str, str] = field(default_factory=dict)  # name → SHA-256
+    files: dict[str, str] = field(default_factory=dict)  # SHA-256 by name
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,62 +57,69 @@ class _Folder:
         self.path = path
         self.files: dict[str, str] = {}
 
-    def text(self, name: str) -> str | None:
-        """The file's text; None where it is not there."""
+    def _raw(self, name: str) -> bytes | None:
         try:
             raw = (self.path / name).read_bytes()
-            text = raw.decode()
         except FileNotFoundError:
             return None
+        self.files[name] = hashlib.sha256(raw).hexdigest()
+        return raw
+
+    def text(self, name: str) -> str | None:
+        """The file's text; None where it is not there."""
+        raw = self._raw(name)
+        try:
+            return None if raw is None else raw.decode()
         except UnicodeDecodeError as error:
             raise DamagedFile(f"not UTF-8: {error}", where=name) from None
-        self.files[name] = hashlib.sha256(raw).hexdigest()
-        return text
 
     def object(self, name: str) -> dict[str, Any] | None:
         """The file's JSON object; None where it is not there."""
-        if self.text(name) is None:
+        raw = self._raw(name)
+        if raw is None:
             return None
-        value = read_json(self.path / name)
+        value = parse_json(raw, name)
         if not isinstance(value, dict):
             raise DamagedFile("is not a JSON object", where=name)
         return value
+
+    def tokenizer(self) -> str:
+        """The text of tokenizer.json; MissingFile with advice."""
+        text = self.text("tokenizer.json")
+        if text is None:
+            raise MissingFile(
+                "the checkpoint has no tokenizer.json",
+                where=str(self.path),
+                hint="load its tokenizer with transformers and save it there with save_pretrained()",
+            )
+        return text
 
 
 def read_text_assets(path: Path, vocabulary: int) -> TextAssets:
     """Reads config.json, generation_config.json and the tokenizer's files of a checkpoint folder."""
     folder = _Folder(path)
     config = folder.object("config.json") or {}
-    generation = folder.object("generation_config.json")
-    tokenizer_text = folder.text("tokenizer.json")
-    if tokenizer_text is None:
-        raise MissingFile(
-            "the checkpoint has no tokenizer.json",
-            where=str(path),
-            hint="load its tokenizer with transformers and save it there with save_pretrained()",
-        )
+    generation_config = folder.object("generation_config.json")
+    tokenizer_text = folder.tokenizer()
     tokenizer = _parse_tokenizer(tokenizer_text)
     tokenizer_config = folder.object("tokenizer_config.json") or {}
     special = folder.object("special_tokens_map.json")
-    template = folder.text("chat_template.jinja") or _template_of(tokenizer_config)
     notes: list[str] = []
-    bos = _token_id(tokenizer, tokenizer_config.get("bos_token"))
+    by_id, by_text = [config, generation_config or {}], [tokenizer_config, special or {}]
+    bos = _bos(tokenizer, config, tokenizer_config)
     assets = TextAssets(
         config=config,
-        generation_config=generation,
+        generation_config=generation_config,
         tokenizer=tokenizer_text,
         tokenizer_config=tokenizer_config,
         special_tokens_map=special,
-        chat_template=template,
-        end_tokens=_end_tokens(
-            tokenizer, [config, generation or {}], [tokenizer_config, special or {}], vocabulary, notes
-        ),
-        bos_token_id=bos if bos is not None else _first_integer(config.get("bos_token_id")),
-        add_bos=False,
+        chat_template=folder.text("chat_template.jinja") or _template_of(tokenizer_config),
+        end_tokens=_end_tokens(tokenizer, by_id, by_text, vocabulary, notes),
+        bos_token_id=bos,
+        add_bos=_adds_bos(tokenizer, tokenizer_config, bos),
         files=folder.files,
         notes=notes,
     )
-    assets.add_bos = _adds_bos(tokenizer, tokenizer_config, assets.bos_token_id)
     _note_what_is_odd(assets, tokenizer, vocabulary)
     return assets
 
@@ -140,9 +147,11 @@ def _token_id(tokenizer: tokenizers.Tokenizer, token: Any) -> int | None:
     return tokenizer.token_to_id(token) if isinstance(token, str) else None
 
 
-def _first_integer(value: Any) -> int | None:
-    candidates = value if isinstance(value, list) else [value]
-    return next((item for item in candidates if type(item) is int), None)
+def _bos(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> int | None:
+    """The token that the tokenizer's configuration names, else the id in the model's."""
+    named = _token_id(tokenizer, tokenizer_config.get("bos_token"))
+    configured = config.get("bos_token_id")
+    return named if named is not None else configured if type(configured) is int else None
 
 
 def _end_tokens(

@@ -122,7 +122,7 @@ def test_a_tokenizer_larger_than_the_model_is_told(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"a": "\\ud800"}'])
 def test_a_broken_text_file_is_refused_by_name(folder: Path, tmp_path: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(ConvertError, match=name.replace(".", r"\.")):
