@@ -214,7 +214,6 @@ def test_silence_is_waited_for_as_long_as_asked(daemon: FakeDaemon) -> None:
         with pytest.raises(colibri.DeadlineExceeded, match=r"no answer for 0\.05 s"):
             list(stream)
         assert stream.result.finish_reason == "cancelled"
-        assert client.health() == {"status": "ok"}
 
 
 # Leaving early.

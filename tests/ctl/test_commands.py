@@ -147,7 +147,7 @@ def test_tokens_go_through_a_pipe(ctl: Ctl) -> None:
 def test_sessions_are_listed(ctl: Ctl, alice: str) -> None:
     words = ctl("sessions", "list").stdout.split()
     assert words[:7] == ["name", "turns", "tokens", "state", "made", "last", "used"]
-    assert words[-10:] == ["alice", "1", "14", "idle", "2", "h", "ago", "0", "s", "ago"]
+    assert words[-10:] == ["alice", "1", "14", "idle", "2", "h", "ago", "1", "h", "ago"]
     assert [summary["name"] for summary in as_json(ctl("sessions", "list", "--json"))] == ["alice"]
 
 
@@ -158,7 +158,7 @@ def test_no_sessions_are_said_on_stderr(ctl: Ctl) -> None:
 
 def test_a_session_is_shown_with_its_messages(ctl: Ctl, alice: str) -> None:
     text = ctl("sessions", "show", alice, "--tokens").stdout
-    assert text.startswith("alice: 1 turn, 14 tokens, idle, made 2 h ago, last used 0 s ago\n\nuser:\nhi\n")
+    assert text.startswith("alice: 1 turn, 14 tokens, idle, made 2 h ago, last used 1 h ago\n\nuser:\nhi\n")
     assert "tokens: 104 105 89" in text
     assert "tokens" not in as_json(ctl("sessions", "show", alice, "--json"))
 

@@ -209,8 +209,8 @@ class FakeDaemon:
         now = time.time()
         return {
             "name": name,
-            "created": now - 7200,
-            "updated": now,
+            "created": now - 2.5 * 3600,  # in the middle of what is said as 2 h, and 1 h: the machine may be slow
+            "updated": now - 1.5 * 3600,
             "n_turns": len(self.sessions[name]) // 2,
             "n_tokens": len(self.tokens[name]),
             "state": "idle",
