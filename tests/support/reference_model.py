@@ -7,8 +7,8 @@ checkpoint said, and what the engine computes can be held against it. Slow and s
 from __future__ import annotations
 
 import json
-import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,22 @@ Array = npt.NDArray[np.float64]
 FORMATS = ["vector", "f32", "bf16", "f16", "q8"]
 TIED, QK_NORM_HEAD, QKV_BIAS, O_BIAS, NORM_TOPK = 1 << 0, 1 << 1, 1 << 3, 1 << 4, 1 << 5
 NO_LAYER = 0xFFFFFFFF
-ROLES = {1: "embedding", 2: "head", 3: "final_norm", 4: "inv_freq", 16: "attn_norm", 17: "q", 18: "k", 19: "v", 20: "o"}
-ROLES |= {21: "q_norm", 22: "k_norm", 23: "q_bias", 24: "k_bias", 25: "v_bias", 26: "o_bias", 32: "ffn_norm"}
-ROLES |= {33: "router", 40: "dense_gate", 41: "dense_up", 42: "dense_down"}
+ROLES = {
+    **{1: "embedding", 2: "head", 3: "final_norm", 4: "inv_freq"},
+    **{16: "attn_norm", 17: "q", 18: "k", 19: "v", 20: "o", 21: "q_norm", 22: "k_norm"},
+    **{23: "q_bias", 24: "k_bias", 25: "v_bias", 26: "o_bias"},
+    **{32: "ffn_norm", 33: "router", 40: "dense_gate", 41: "dense_up", 42: "dense_down"},
+}
+# The header's fields in their order, by type; what is between and behind is not needed here.
+HEADER = struct.Struct("<8sIIQQ32s10Q19I5f2II16i32I")
+FIELDS = """
+    magic version header_bytes file_bytes header_checksum fingerprint
+    tensor_table n_tensors expert_table n_blocks json json_bytes json_checksum experts expert_stride expert_bytes
+    n_shards shard_index experts_per_shard expert_format arch_flags n_layers mask_words hidden vocabulary n_heads
+    n_kv_heads head_dim rotary_dim n_experts top_k expert_width shared_width dense_width max_positions
+    rms_eps attention_scale rope_factor router_scale qkv_clip n_groups top_k_groups n_end_tokens
+"""
+TENSOR_ENTRY = struct.Struct("<4I6Q")
 
 
 @dataclass
@@ -45,25 +58,11 @@ class ReferenceModel:
 
 
 def _header(raw: bytes) -> dict[str, Any]:
-    """The fields by their offsets in the C struct."""
-    words = dict(enumerate(struct.unpack_from("<28I", raw, 144)))
-    names = (
-        "n_shards shard_index experts_per_shard expert_format arch_flags n_layers mask_words hidden vocabulary n_heads"
-    )
-    names += " n_kv_heads head_dim rotary_dim n_experts top_k expert_width shared_width dense_width max_positions"
-    header = {name: words[i] for i, name in enumerate(names.split())}
-    floats = struct.unpack_from("<5f", raw, 144 + 19 * 4)
-    header |= dict(zip(["rms_eps", "attention_scale", "rope_factor", "router_scale", "qkv_clip"], floats, strict=True))
-    offsets = struct.unpack_from("<10Q", raw, 64)
-    names = (
-        "tensor_table n_tensors expert_table n_blocks json json_bytes json_checksum experts expert_stride expert_bytes"
-    )
-    header |= dict(zip(names.split(), offsets, strict=True))
-    n_end_tokens, *end_tokens = struct.unpack_from("<I16i", raw, 144 + 26 * 4)
-    header["end_tokens"] = end_tokens[:n_end_tokens]
-    mask = struct.unpack_from("<32I", raw, 144 + 26 * 4 + 4 + 64)
+    """The fields by name, and which layers are dense."""
+    values = HEADER.unpack_from(raw)
+    header = dict(zip(FIELDS.split(), values, strict=False))
+    mask = values[-32:]
     header["dense_layers"] = [layer for layer in range(header["n_layers"]) if mask[layer // 32] >> layer % 32 & 1]
-    header |= dict(zip(("version", "header_bytes", "file_bytes"), struct.unpack_from("<IIQ", raw, 8), strict=True))
     return header
 
 
@@ -108,30 +107,28 @@ def matrix_bytes(fmt: str, rows: int, cols: int) -> int:
 
 def load(path: Path) -> ReferenceModel:
     """Decodes a whole file."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        assert raw[:8] == b"COLIBRI\x1a"
-        header = _header(raw[:4096])
-        tensors = {}
-        for i in range(header["n_tensors"]):
-            entry = (
-                raw[header["tensor_table"] + 64 * i :][:64]
-                if i < 0
-                else raw[header["tensor_table"] + 64 * i : header["tensor_table"] + 64 * i + 64]
-            )
-            role, layer, fmt, _, rows, cols, offset, n_bytes = struct.unpack_from("<4I4Q", entry)
-            data = raw[offset : offset + n_bytes]
-            key = (-1 if layer == NO_LAYER else layer, ROLES[role])
-            if fmt == 0:
-                tensors[key] = Matrix(np.frombuffer(data, "<f4").reshape(rows, cols).astype(np.float64))
-            else:
-                tensors[key] = Matrix(decode_matrix(data, FORMATS[fmt], rows, cols), FORMATS[fmt] == "q8")
-        text = raw[header["json"] : header["json"] + header["json_bytes"]]
-        experts = {}
-        moe_layers = [layer for layer in range(header["n_layers"]) if layer not in header["dense_layers"]]
-        for block, (layer, expert) in enumerate((layer, e) for layer in moe_layers for e in range(header["n_experts"])):
-            start = header["experts"] + block * header["expert_stride"]
-            experts[layer, expert] = _expert(raw[start : start + header["expert_bytes"]], header)
-    return ReferenceModel(header, json.loads(text), tensors, experts)
+    raw = path.read_bytes()
+    header = _header(raw)
+    assert header["magic"] == b"COLIBRI\x1a"
+    experts = {}
+    moe_layers = [layer for layer in range(header["n_layers"]) if layer not in header["dense_layers"]]
+    for block, (layer, expert) in enumerate((layer, e) for layer in moe_layers for e in range(header["n_experts"])):
+        start = header["experts"] + block * header["expert_stride"]
+        experts[layer, expert] = _expert(raw[start : start + header["expert_bytes"]], header)
+    document = json.loads(raw[header["json"] : header["json"] + header["json_bytes"]])
+    return ReferenceModel(header, document, dict(_tensors(raw, header)), experts)
+
+
+def _tensors(raw: bytes, header: dict[str, Any]) -> Iterator[tuple[tuple[int, str], Matrix]]:
+    for i in range(header["n_tensors"]):
+        entry = TENSOR_ENTRY.unpack_from(raw, header["tensor_table"] + 64 * i)
+        role, layer, fmt, _, rows, cols, offset, n_bytes, *_ = entry
+        key = (-1 if layer == NO_LAYER else layer, ROLES[role])
+        data = raw[offset : offset + n_bytes]
+        if FORMATS[fmt] == "vector":
+            yield key, Matrix(np.frombuffer(data, "<f4").reshape(rows, cols).astype(np.float64))
+        else:
+            yield key, Matrix(decode_matrix(data, FORMATS[fmt], rows, cols), FORMATS[fmt] == "q8")
 
 
 def _expert(data: bytes, header: dict[str, Any]) -> tuple[Matrix, Matrix, Matrix]:
