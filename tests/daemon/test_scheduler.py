@@ -340,6 +340,23 @@ def test_equal_hashes_do_not_serve_foreign_tokens(monkeypatch: pytest.MonkeyPatc
         assert call.cached == 0
 
 
+def test_equal_hashes_in_ram_leave_nothing_foreign_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pages.page_id
+    monkeypatch.setattr(pages, "page_id", lambda key, parent, tokens: real(key, parent, [*tokens][1:]))
+    store = MemoryPageStore()
+    trunk = tokens_of(1, 100)
+    rig = Rig(store=store)
+    store.fail_reads = True  # so that only RAM can tell
+    rig.complete([3, *trunk[1:]])
+    rig.complete([4, *trunk[1:64]], 1)
+    assert rig.pages.counters.collisions > 0
+    rig.close()
+    store.fail_reads = False
+    for beginning in (3, 4):
+        call = Rig(store=store).complete([beginning, *trunk[1:]])
+        assert call.text == expected(call.prompt)
+
+
 def test_two_beginnings_with_the_same_hash_do_not_share_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     real = pages.page_id
 
