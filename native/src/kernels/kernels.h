@@ -3,9 +3,11 @@
  *
  * Every function gives the same bits in every table. All are pure: no allocation, no threads, no state. Callers own the memory
  * and its layout; shapes are given beside each function. Buffers that a kernel reads as activations or writes are 64-byte
- * aligned where `aligned` is said, otherwise any float alignment will do; kernels never read or write outside the stated shape.
+ * aligned where `aligned` is said, otherwise any float alignment will do; kernels never read or write outside the stated shape (but may
+ * prefetch beyond it). Weights may hold any bytes: a wrong file gives wrong numbers, no more.
  *
- * kernels_<isa>.c compiles the one source, kernels.inc, over the 16-lane types of lanes_<isa>.h; dispatch.c alone asks the CPU.
+ * kernels_<isa>.c compiles the one source, kernels.inc, over the 16 lanes of lanes_scalar.h, lanes_avx2.h or lanes_avx512.h; dispatch.c alone
+ * asks the CPU, and trial.c proves a table before it is used.
  */
 #ifndef COLIBRI_KERNELS_H
 #define COLIBRI_KERNELS_H
@@ -19,7 +21,7 @@
 #define COLIBRI_GROUP 32       /* quantisation group along k */
 #define COLIBRI_ROW_BLOCK 16   /* activations are laid out for this many rows at a time */
 
-/* Bytes of one tile of 16 outputs × k inputs, a multiple of 64; 0 for an unknown format. */
+/* Bytes of one tile of 16 outputs × k inputs, a multiple of 64. This and the next two: 0 for an unknown format, or if it does not fit size_t. */
 size_t colibri_tile_bytes(uint32_t format, size_t k);
 /* Bytes of a matrix: all its tiles, the last padded to 16 rows. */
 size_t colibri_matrix_bytes(uint32_t format, size_t rows, size_t k);
@@ -66,13 +68,13 @@ struct colibri_kernels {
     void (*add)(float *x, const float *y, size_t n);
     /* acc = fma(w, y, acc), [n] */
     void (*add_scaled)(float *acc, float w, const float *y, size_t n);
-    /* x clamped to ± limit, [n] */
+    /* x clamped to ± limit, [n]; NaN stays */
     void (*clip)(float *x, float limit, size_t n);
     /* h = silu(g) × u, [n]; h may equal g */
     void (*silu_mul)(const float *g, const float *u, size_t n, float *h);
     /* y = exp(x), [n] */
     void (*exp)(const float *x, size_t n, float *y);
-    /* max over x[n]; -inf for n = 0; undefined bits if a NaN is among them */
+    /* max over x[n]; -inf for n = 0; unspecified if a NaN is among them */
     float (*max)(const float *x, size_t n);
     /* Σ exp(x[i] − max) by stripes */
     float (*sum_exp)(const float *x, size_t n, float max);
@@ -80,7 +82,7 @@ struct colibri_kernels {
     int (*all_finite)(const float *x, size_t n);
 
     /* Writes one position into a page: K scattered to lane `lane` of [head_dim][32], V to row `lane` of [32][head_dim], for one head. Returns how many
-     * values did not fit the format (they are written as infinity). */
+     * values are not finite as written: too large for f16 (infinity), infinite or NaN before. */
     size_t (*kv_write)(uint32_t kv_format, const float *k, const float *v, size_t head_dim, size_t lane, void *k_page, void *v_page);
     void (*attention)(const struct colibri_attention *a);
 

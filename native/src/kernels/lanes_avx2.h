@@ -13,11 +13,11 @@
 #define WIDE_ACCUMULATORS 6
 #define WIDE_MOST_ROWS 6
 #define Q8_ACCUMULATORS 4
-#define Q8_MOST_ROWS 16 /* their accumulators live in the first-level cache, touched once a group */
+#define Q8_MOST_ROWS 4
 #define Q8_ROWS 4
-#define SCORE_QUERIES 3
-#define VALUE_ACCUMULATORS 6
-#define VALUE_QUERIES 3
+#define SCORE_QUERIES 2
+#define VALUE_ACCUMULATORS 4
+#define VALUE_QUERIES 2
 
 typedef struct { __m256 low, high; } vf;
 typedef struct { __m256i low, high; } vi;
