@@ -7,7 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LANES_INLINE static inline __attribute__((always_inline))
+#include "inline.h"
+
+#define LANES_INLINE KERNELS_INLINE
 
 /* Of 16 registers, 12 accumulate: 6 × 16 lanes. */
 #define WIDE_ACCUMULATORS 6

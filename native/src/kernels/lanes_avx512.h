@@ -7,7 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LANES_INLINE static inline __attribute__((always_inline))
+#include "inline.h"
+
+#define LANES_INLINE KERNELS_INLINE
 
 /* Of 32 registers, 16 accumulate: twice what hides the latency of an fma on two ports; a group of weights takes 8 more. */
 #define WIDE_ACCUMULATORS 16

@@ -11,11 +11,13 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "inline.h"
+
 #if FLT_EVAL_METHOD != 0
 #error "float arithmetic must be done in float: x87 registers round twice"
 #endif
 
-#define LANES_INLINE static inline __attribute__((always_inline))
+#define LANES_INLINE KERNELS_INLINE
 #define EACH_LANE _Pragma("GCC unroll 1") for (int i = 0; i < 16; i++)
 
 /* What fits the registers (see matmul.inc, attention.inc): accumulators of 16 lanes at a time, and at most how many rows or queries share a
