@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colibri.native import checksum
+from colibri.native import Model, NativeError, checksum
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, read_json
@@ -165,6 +165,7 @@ class _Conversion:
             self.fingerprint = header["fingerprint"].tobytes()
             file.sync()  # the header vouches for what is behind it: it must not reach the disk first
             file.write_at(0, header.tobytes())
+            _open_once(file.partial)
             file.commit()
         self._tell("done", self.layout.file_bytes)
 
@@ -251,6 +252,14 @@ class _Conversion:
             return
         self._written = min(self._written + n_bytes, self.layout.file_bytes)
         self._progress(Progress(self._written, self.layout.file_bytes, what))
+
+
+def _open_once(path: Path) -> None:
+    """The engine has the last word: a file that it would refuse does not get its name."""
+    try:
+        Model(path).close()
+    except NativeError as error:
+        raise UnsupportedModel(f"the engine cannot run this model: {error}") from None
 
 
 def _describe(header: npt.NDArray[np.void], architecture: Architecture) -> None:

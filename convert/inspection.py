@@ -62,6 +62,7 @@ _POSITIVE_FIELDS = (
 )
 
 
+_POSITIVE_NUMBERS = ("rms_eps", "attention_scale", "rope_attention_factor", "router_scale")
 # What Architecture describes; a file with another flag was made by a later version.
 _READABLE_FLAGS = ArchFlag.TIED | ArchFlag.QK_NORM_HEAD | ArchFlag.QKV_BIAS | ArchFlag.O_BIAS | ArchFlag.NORM_TOPK
 _READABLE_FORMATS = frozenset(Format) - {Format.Q4}
@@ -184,14 +185,29 @@ class ModelFile:
         if offset % alignment:
             raise self.error(f"{what}: offset {offset} is not a multiple of {alignment}")
 
-    def _read_architecture(self) -> Architecture:
-        """The architecture fields, each in its range and in agreement with the others."""
+    def _check_numbers(self) -> None:
+        """Fields whose values can be judged alone."""
         for name in _POSITIVE_FIELDS:
             if self[name] == 0:
                 raise self.error(f"{name} is zero")
+        for name in _POSITIVE_NUMBERS:
+            if not 0 < self.header[name] < np.inf:
+                raise self.error(f"{name} is {self.header[name]}, not a finite number above 0")
+        if (self["n_shards"], self["shard_index"], self["experts_per_shard"]) != (1, 0, self["n_experts"]):
+            raise self.error(f"is shard {self['shard_index']} of {self['n_shards']}; only whole files are read")
+        if self["n_groups"] or self["top_k_groups"]:
+            raise self.error("routes by groups of experts, which this program does not know")
+        if self.header["reserved"].any():
+            raise self.error("reserved bytes of the header are not zero")
+        tokens = self.header["end_tokens"][: self["n_end_tokens"]]
+        if self["n_end_tokens"] > MAX_END_TOKENS or (tokens < 0).any() or (tokens >= self["vocabulary"]).any():
+            raise self.error(f"its {self['n_end_tokens']} end tokens are too many, or not in the vocabulary")
+
+    def _read_architecture(self) -> Architecture:
+        """The architecture fields, each in its range and in agreement with the others."""
+        self._check_numbers()
         limits = {
             "n_layers": MAX_LAYERS,
-            "n_end_tokens": MAX_END_TOKENS,
             "rotary_dim": self["head_dim"],
             "n_kv_heads": self["n_heads"],
         }
@@ -200,13 +216,16 @@ class ModelFile:
                 raise self.error(f"{name} is {self[name]}, more than {limit}")
         numbers = {name: self[name] for name in (*_POSITIVE_FIELDS, "dense_width")}
         mask = self.header["dense_layers"]
+        dense = frozenset(i for i in range(MAX_LAYERS) if int(mask[i // 32]) >> i % 32 & 1)
+        if dense and (max(dense) >= self["n_layers"] or self["dense_width"] == 0):
+            raise self.error(f"dense_layers: layer {max(dense)} is not there, or dense_width is zero")
         try:
             architecture = Architecture(
                 **numbers,
                 rms_eps=float(self.header["rms_eps"]),
                 rope=Rope(np.zeros(self["rotary_dim"] // 2, np.float32), float(self.header["rope_attention_factor"])),
                 flags=ArchFlag(self["arch_flags"]),
-                dense_layers=frozenset(i for i in range(self["n_layers"]) if int(mask[i // 32]) >> i % 32 & 1),
+                dense_layers=dense,
                 router_scale=float(self.header["router_scale"]),
             )
         except ConfigError as error:
@@ -272,7 +291,10 @@ class ModelFile:
         raw = self.read(self["json_offset"], self["json_bytes"])
         if checksum(raw) != self["json_checksum"]:
             raise self.error("JSON is damaged: its checksum differs")
-        document = json.loads(raw)
+        try:
+            document = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"JSON cannot be read: {error}") from None
         if not isinstance(document, dict):
             raise self.error("JSON is not an object")
         return document

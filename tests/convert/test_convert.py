@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from colibri.convert import ModelFileError, OutputError, Progress, TensorError, convert, inspect
-from colibri.native import FormatError, Model
+from colibri.convert import ModelFileError, OutputError, Progress, TensorError, UnsupportedModel, convert, inspect
+from colibri.native import FormatError, Model, Unsupported
 
 # Converts argv[1] to argv[2], and dies by SIGKILL once the given share of the bytes is written.
 KILLED_CONVERTER = """
@@ -153,6 +153,18 @@ def test_a_matrix_larger_than_a_band_is_encoded_as_one(
     convert(tiny_checkpoint, tmp_path / "banded.colibri")
     with Model(tmp_path / "whole.colibri") as whole, Model(tmp_path / "banded.colibri") as banded:
         assert whole.info.fingerprint == banded.info.fingerprint
+
+
+def test_a_model_beyond_the_engine_s_limits_gets_no_file(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Model:
+        raise Unsupported("n_kv_heads: more than 64 heads share one")
+
+    monkeypatch.setattr("colibri.convert.converter.Model", refuse)
+    with pytest.raises(UnsupportedModel, match="more than 64 heads"):
+        convert(tiny_checkpoint, tmp_path / "model.colibri")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_too_large_for_f16_are_refused_by_tensor(tiny_checkpoint: Path, tmp_path: Path) -> None:

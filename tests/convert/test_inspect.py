@@ -138,7 +138,7 @@ def forge(path: Path, change: Callable[[Any, Any], None]) -> None:
     path.write_bytes(data)
 
 
-def set_header(field: str, value: int) -> Callable[[Any, Any], None]:
+def set_header(field: str, value: float) -> Callable[[Any, Any], None]:
     def change(header: Any, table: Any) -> None:
         header[field] = value
 
@@ -183,6 +183,13 @@ LIES = {
     "a dense layer that has experts": set_header("dense_layers", 1),
     "a tied head that is there": set_header("arch_flags", 1 | 1 << 5),
     "a missing norm of queries": set_header("arch_flags", 1 << 1 | 1 << 5),
+    "an epsilon that is not a number": set_header("rms_eps", float("nan")),
+    "an attention scale of zero": set_header("attention_scale", 0),
+    "an infinite rotary factor": set_header("rope_attention_factor", float("inf")),
+    "a shard of several": set_header("n_shards", 2),
+    "groups of experts": set_header("n_groups", 4),
+    "an end token outside the vocabulary": set_header("end_tokens", 300),
+    "reserved bytes that are used": set_header("reserved", 1),
     "heads that do not divide": set_header("n_kv_heads", 3),
     "no experts": set_header("n_experts", 0),
     "more chosen than there are": set_header("top_k", 5),
