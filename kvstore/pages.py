@@ -14,19 +14,25 @@ so a database that cannot be opened is thrown away and counted.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from colibri.kvstore.errors import PageCorrupt, StoreDamaged, StoreFull, StoreVersionError
-from colibri.kvstore.records import BadRecord, pack_tokens, seal, unpack_tokens, unseal
-from colibri.kvstore.rocks import Batch, Database, base_options
 from rocksdict import DBCompactionStyle, FifoCompactOptions, Options
+
+from colibri.kvstore.errors import PageCorrupt, StoreDamaged, StoreError, StoreFull, StoreVersionError
+from colibri.kvstore.records import BadRecord, pack_tokens, seal, unpack_tokens, unseal
+from colibri.kvstore.rocks import Batch, Database, base_options, skipping_damaged_log
 
 DEFAULT_BUDGET_BYTES = 20 << 30
 MIN_BUDGET_BYTES = 32 << 20
+
+# Another length than that of the keys of `meta`, which tells their files apart.
+_DATA_KEY_BYTES = 8
 
 # Writes stop while the volume has less than this free, so that a cache never takes the last space from the truth.
 LOW_WATER_BYTES = 256 << 20
@@ -65,23 +71,26 @@ class PageStore:
             ("written", "written_bytes", "read", "renewed", "evicted", "corrupt", "rebuilt"), 0
         )
         self._refusal: str | None = None
-        try:
-            self._open()
-        except (StoreDamaged, StoreVersionError):
+        self._unchecked_bytes = 0  # written since the last look at what was evicted
+        if not self._opens():
             shutil.rmtree(self._path)
             self._counts["rebuilt"] += 1
             self._open()
 
+    def _opens(self) -> bool:
+        try:
+            self._open()
+        except (StoreDamaged, StoreVersionError):
+            return False
+        return True
+
     def _open(self) -> None:
-        self._db = Database(self._path, _meta_options(), {"data": _data_options(self._budget)})
+        self._db = Database(self._path, skipping_damaged_log(_meta_options()), {"data": _data_options(self._budget)})
         try:
             self._index = _Index()
-            damaged = []
-            for key, value in self._db.scan(b""):
-                try:
-                    self._index.add(_parse(key, value))
-                except BadRecord:
-                    damaged.append(key)
+            metas, damaged = self._scan(b"")
+            for meta in sorted(metas, key=lambda meta: meta.number):
+                self._index.add(meta)
             self._forget(damaged)
             self._counts["corrupt"] += len(damaged)
             self._drop_evicted()
@@ -91,37 +100,51 @@ class PageStore:
 
     def children(self, parent: bytes) -> list[PageMeta]:
         """Every stored page and tail whose parent this is."""
-        metas: list[PageMeta] = []
-        damaged: list[bytes] = []
         try:
-            for key, value in self._db.scan(parent):
-                try:
-                    metas.append(_parse(key, value))
-                except BadRecord:
-                    damaged.append(key)
+            metas, damaged = self._scan(parent)
         except StoreDamaged:
-            self._counts["corrupt"] += 1
+            # The block cannot be repaired in place; the next open starts over.
+            metas, damaged = [], [b""]
         if damaged:
             with self._lock:
                 self._counts["corrupt"] += len(damaged)
-                self._forget(damaged)
+                self._forget([key for key in damaged if key])
         return metas
+
+    def _scan(self, parent: bytes) -> tuple[list[PageMeta], list[bytes]]:
+        """The metas below a parent, and the keys of those that are damaged."""
+        metas: list[PageMeta] = []
+        damaged: list[bytes] = []
+        for key, value in self._db.scan(parent):
+            try:
+                metas.append(_parse(key, value))
+            except BadRecord:
+                damaged.append(key)
+        return metas, damaged
 
     def read(self, meta: PageMeta) -> bytes:
         """The page's bytes; the caller verifies their checksum. Raises PageCorrupt (and drops the page) if they are
         missing, short, or fail RocksDB's own checksum."""
         try:
-            payload = self._db.get(_data_key(meta.number), "data")
-            problem = None if payload is not None and len(payload) == meta.n_bytes else "missing or short"
+            payload = self._db.get(_data_key(meta.number), "data") or b""
+            problem = None if len(payload) == meta.n_bytes else f"{len(payload)} of {meta.n_bytes} bytes are there"
         except StoreDamaged as error:
-            payload, problem = None, str(error)
-        if payload is None or problem:
-            self._counts["corrupt"] += 1
-            self.drop(meta)
-            raise PageCorrupt(f"page {meta.id.hex()}: {problem}")
-        self._counts["read"] += 1
-        self._renew_if_old(meta, payload)
+            payload, problem = b"", str(error)
+        with self._lock:
+            if problem:
+                self._drop_unreadable(meta)
+                raise PageCorrupt(f"page {meta.id.hex()}: {problem}")
+            self._counts["read"] += 1
+            if self._is_evicted_soon(meta):
+                self._renew(meta, payload)
         return payload
+
+    def _drop_unreadable(self, meta: PageMeta) -> None:
+        self._drop_evicted()
+        key = meta.parent + meta.id
+        if self._index.number(key) == meta.number:
+            self._counts["corrupt"] += 1
+            self._forget([key])
 
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Stores all of them or none; those already there are left alone. A page takes the place of shorter tails
@@ -131,7 +154,7 @@ class PageStore:
 
     def _write(self, pages: Sequence[PageWrite]) -> None:
         self._check_space()
-        batch = Batch(self._db)
+        batch = Batch()
         fresh: dict[bytes, PageMeta] = {}
         obsolete: list[bytes] = []
         for page in pages:
@@ -153,7 +176,10 @@ class PageStore:
             self._counts["written_bytes"] += meta.n_bytes
         for key in obsolete:
             self._index.remove(key)
-        self._drop_evicted()
+        self._unchecked_bytes += sum(meta.n_bytes for meta in fresh.values())
+        if self._unchecked_bytes >= _table_bytes(self._budget):
+            self._unchecked_bytes = 0
+            self._drop_evicted()
 
     def drop(self, meta: PageMeta) -> None:
         """Forgets a bad or obsolete page; one that is not there is fine."""
@@ -170,6 +196,10 @@ class PageStore:
                 **self._counts,
             }
 
+    def flush(self) -> None:
+        """Moves what is in memory, and safe in the log, to table files."""
+        self._db.flush()
+
     def close(self) -> None:
         with self._lock:
             self._db.close()
@@ -183,17 +213,34 @@ class PageStore:
     def _shorter_tails(self, page: PageMeta) -> list[bytes]:
         return [
             meta.parent + meta.id
-            for meta in map(_parse_scanned, self._db.scan(page.parent))
-            if meta and len(meta.tokens) < len(page.tokens) and meta.tokens == page.tokens[: len(meta.tokens)]
+            for meta in self._scan(page.parent)[0]
+            if len(meta.tokens) < len(page.tokens) and meta.tokens == page.tokens[: len(meta.tokens)]
         ]
 
-    def _renew_if_old(self, meta: PageMeta, payload: bytes) -> None:
-        """Moves a page that is in use away from the end that is dropped next."""
+    def _is_evicted_soon(self, meta: PageMeta) -> bool:
+        """In the oldest quarter of a store that is at least half full."""
+        if self._index.n_bytes < self._budget // 2 or self._index.number(meta.parent + meta.id) != meta.number:
+            return False
+        oldest, end = self._index.oldest_number, self._index.next_number
+        return meta.number < oldest + (end - oldest) // 4
+
+    def _renew(self, meta: PageMeta, payload: bytes) -> None:
+        """Writes a page that is in use again, away from the end that is dropped next."""
+        key = meta.parent + meta.id
+        renewed = replace(meta, number=self._index.next_number)
+        batch = Batch()
+        batch.put(_data_key(renewed.number), payload, "data")
+        batch.put(key, _sealed(key, renewed))
+        with contextlib.suppress(StoreError):  # the page was read; that is what was asked for
+            self._check_space()
+            self._db.write(batch, sync=False)
+            self._index.add(renewed)
+            self._counts["renewed"] += 1
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         if not keys:
             return
-        batch = Batch(self._db)
+        batch = Batch()
         for key in keys:
             batch.delete(key)
         self._db.write(batch, sync=False)
@@ -202,6 +249,12 @@ class PageStore:
 
     def _drop_evicted(self) -> None:
         """Forgets the metas of pages whose files RocksDB has dropped to keep the budget."""
+        starts = [file["start_key"] for file in self._db.files() if len(file["start_key"]) == _DATA_KEY_BYTES]
+        if not starts:
+            return
+        evicted = self._index.keys_below(int.from_bytes(min(starts), "big"))
+        self._forget(evicted)
+        self._counts["evicted"] += len(evicted)
 
 
 class _Index:
@@ -213,13 +266,25 @@ class _Index:
         self.n_bytes = 0
         self.next_number = 1
 
+    @property
+    def oldest_number(self) -> int:
+        return next(iter(self._by_number), self.next_number)
+
     def __len__(self) -> int:
         return len(self._by_key)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._by_key
 
+    def number(self, key: bytes) -> int | None:
+        entry = self._by_key.get(key)
+        return None if entry is None else entry[0]
+
+    def keys_below(self, number: int) -> list[bytes]:
+        return [self._by_number[n] for n in itertools.takewhile(lambda n: n < number, self._by_number)]
+
     def add(self, meta: PageMeta) -> None:
+        """Numbers must rise from call to call."""
         key = meta.parent + meta.id
         self.remove(key)
         self._by_key[key] = (meta.number, meta.n_bytes)
@@ -242,15 +307,13 @@ def _parse(key: bytes, value: bytes) -> PageMeta:
     return PageMeta(key[16:], key[:16], tuple(unpack_tokens(tokens)), checksum, n_bytes, number)
 
 
-def _parse_scanned(item: tuple[bytes, bytes]) -> PageMeta | None:
-    try:
-        return _parse(*item)
-    except BadRecord:
-        return None
-
-
 def _data_key(number: int) -> bytes:
-    return number.to_bytes(8, "big")
+    return number.to_bytes(_DATA_KEY_BYTES, "big")
+
+
+def _table_bytes(budget_bytes: int) -> int:
+    """Of a file of `data`, the unit of eviction."""
+    return min(budget_bytes // 64, 64 << 20)
 
 
 def _meta_options() -> Options:
@@ -263,11 +326,11 @@ def _meta_options() -> Options:
 
 def _data_options(budget_bytes: int) -> Options:
     options = base_options()
-    # A table file is the unit of eviction; an eighth of the budget is left for the log and the buffers.
-    options.set_write_buffer_size(min(max(budget_bytes // 64, 1 << 20), 64 << 20))
+    options.set_write_buffer_size(_table_bytes(budget_bytes))
     options.set_max_write_buffer_number(3)
     options.set_compaction_style(DBCompactionStyle.fifo())
     fifo = FifoCompactOptions()
+    # An eighth is left for the log and the metas.
     fifo.max_table_files_size = budget_bytes // 8 * 7
     options.set_fifo_compaction_options(fifo)
     return options

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgpack
+
 from colibri.kvstore.errors import StoreVersionError
 
 VERSION = 1

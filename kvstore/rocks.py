@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colibri.kvstore.errors import StoreDamaged, StoreError, StoreFull, StoreLocked
 from rocksdict import ColumnFamily, DBCompressionType, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
+
+from colibri.kvstore.errors import StoreDamaged, StoreError, StoreFull, StoreLocked
 
 _CAUSES: tuple[tuple[str, type[StoreError]], ...] = (
     ("No space left on device", StoreFull),
@@ -42,37 +44,42 @@ def base_options() -> Options:
     options.create_missing_column_families(True)
     # Token ids are small and KV is noise: compressing either costs time and saves nothing.
     options.set_compression_type(DBCompressionType.none())
-    # With paranoid checks one damaged block that a compaction happens to read stops all writes. Reads verify
-    # checksums either way.
-    options.set_paranoid_checks(False)
-    # What can be read of a damaged log is wanted: whoever needs to know opens it strictly first.
-    options.set_wal_recovery_mode(DBRecoveryMode.skip_any_corrupted_record())
-    options.set_keep_log_file_num(3)
-    return options
-
-
-def strict(options: Options) -> Options:
-    """The same, but a damaged log (other than a torn end, which every crash leaves) refuses to open."""
-    options.set_paranoid_checks(True)
+    # A torn end, which every crash leaves, is fine; damage before it refuses to open.
     options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+    options.set_keep_log_file_num(3)
+    # Reserved at once, and more than a small store needs.
+    options.set_manifest_preallocation_size(64 << 10)
     return options
 
 
-class Batch:
-    """Writes that become visible, and durable, together or not at all."""
+def skipping_damaged_log(options: Options) -> Options:
+    """Reads what can be read of a damaged log."""
+    options.set_wal_recovery_mode(DBRecoveryMode.skip_any_corrupted_record())
+    return options
 
-    def __init__(self, database: Database) -> None:
-        self._handles = database._handles
-        self.raw = WriteBatch(raw_mode=True)
+
+def skipping_all_damage(options: Options) -> Options:
+    """Opens with damaged files too; reads still verify checksums, and fail where the damage is."""
+    options.set_paranoid_checks(False)
+    return skipping_damaged_log(options)
+
+
+@dataclass
+class Batch:
+    """Writes that become visible, and durable, together or not at all. May be written again after a failure."""
+
+    puts: list[tuple[bytes, bytes, str]] = field(default_factory=list)  # key, value, family
+    deletes: list[bytes] = field(default_factory=list)
+    deleted_ranges: list[tuple[bytes, bytes]] = field(default_factory=list)  # begin, end
 
     def put(self, key: bytes, value: bytes, family: str = "default") -> None:
-        self.raw.put(key, value, self._handles[family])
+        self.puts.append((key, value, family))
 
-    def delete(self, key: bytes, family: str = "default") -> None:
-        self.raw.delete(key, self._handles[family])
+    def delete(self, key: bytes) -> None:
+        self.deletes.append(key)
 
     def delete_range(self, begin: bytes, end: bytes) -> None:
-        self.raw.delete_range(begin, end)
+        self.deleted_ranges.append((begin, end))
 
 
 class Database:
@@ -97,26 +104,42 @@ class Database:
             return value
 
     def write(self, batch: Batch, *, sync: bool) -> None:
+        """Deletes first, then puts."""
         with typed_errors(self.path):
-            self._db.write(batch.raw, self._synced if sync else self._unsynced)
+            raw = WriteBatch(raw_mode=True)
+            for begin, end in batch.deleted_ranges:
+                raw.delete_range(begin, end)
+            for key in batch.deletes:
+                raw.delete(key)
+            for key, value, family in batch.puts:
+                raw.put(key, value, self._handles[family])
+            self._db.write(raw, self._synced if sync else self._unsynced)
 
     def scan(self, prefix: bytes, *, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """Keys with this prefix in order, from `start` on. Raises StoreDamaged where RocksDB cannot read on."""
         with typed_errors(self.path):
             cursor = self._db.iter()
-            cursor.seek(prefix if start is None else start)
-            while cursor.valid():
-                key = cursor.key()
-                if not key.startswith(prefix):
-                    return
-                yield key, cursor.value()
-                cursor.next()
-            cursor.status()
+            try:
+                cursor.seek(prefix if start is None else start)
+                while cursor.valid():
+                    key = cursor.key()
+                    if not key.startswith(prefix):
+                        return
+                    yield key, cursor.value()
+                    cursor.next()
+                cursor.status()
+            finally:
+                # An error's traceback would keep it, and with it the database open.
+                del cursor
 
     def files(self) -> list[dict[str, Any]]:
         """RocksDB's table files: name, size, start_key, end_key, …"""
         with typed_errors(self.path):
             return self._db.live_files()
+
+    def compact(self) -> None:
+        with typed_errors(self.path):
+            self._db.compact_range(None, None)
 
     def flush(self) -> None:
         with typed_errors(self.path):
@@ -127,4 +150,3 @@ class Database:
             self._handles.clear()
             for family in self._families.values():
                 family.close()
-            self._families.clear()

@@ -5,25 +5,41 @@ A name's keys stand together: head first, then its records by (turn, part).
     NAME 0x00 0x00                        head: where the log ends, and whatever its owner wants to list cheaply
     NAME 0x00 0x01 TURN:u32 PART:u32      record: the position of the one before it, and fields
 
-Every record names the one before it and the head names the last, so that a record that is gone is noticed as surely
-as one that is damaged. What the fields mean is the owner's business (colibri.daemon.sessions).
+Turns are numbered without gaps, every record names the one before it and the head names the last, so that a record
+that is gone is noticed as surely as one that is damaged. What the fields mean is the owner's business
+(colibri.daemon.sessions).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colibri.kvstore.errors import NotFound, RecordCorrupt, StoreDamaged
-from colibri.kvstore.records import BadRecord, seal, unseal
-from colibri.kvstore.rocks import Batch, Database, base_options, strict
 from rocksdict import BlockBasedOptions, Options
 
+from colibri.kvstore.errors import NotFound, RecordCorrupt, StoreDamaged, StoreError, StoreFull
+from colibri.kvstore.records import BadRecord, seal, unseal
+from colibri.kvstore.reserve import Reserve
+from colibri.kvstore.rocks import Batch, Database, base_options, skipping_all_damage, skipping_damaged_log
+
 Position = tuple[int, int]  # (turn, part)
+
+# Kept on disk to be given back when the volume is full: enough for the ends of many turns.
+RESERVE_BYTES = 8 << 20
+
+# Compacted when there are more. Every one costs a reader a look.
+_MAX_FILES = 8
+
+# How long a write waits for RocksDB after the reserve was released.
+_RECOVERY_S = 2.0
+
+# Longer than any key: a search that gets there has found no end.
+_MAX_KEY_BYTES = 255
 
 # One flipped byte makes a block unreadable; small blocks keep the neighbours out of it.
 _BLOCK_BYTES = 1024
@@ -43,18 +59,35 @@ class Record:
 class TruthStore:
     """Logs of records by name. Threads may share it; writers to one name must take turns."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self._path = Path(path)
-        self.log_was_damaged = self._replay_strictly()
-        self._db = Database(self._path, _options())
+        self._reserve = Reserve(self._path.with_suffix(".reserve"), reserve_bytes)
+        self._write_lock = threading.Lock()
+        self.log_was_damaged = False
+        self._db = self._open()
+        self._compact()
+        self._reserve.take()
 
-    def _replay_strictly(self) -> bool:
-        """Replays the log of the last run, and says whether parts of it had to be given up."""
+    def _open(self) -> Database:
+        """Notes whether parts of the last run's log had to be given up; the chains then say which turns."""
         try:
-            Database(self._path, strict(_options())).close()
+            return Database(self._path, _options())
         except StoreDamaged:
-            return True
-        return False
+            self.log_was_damaged = True
+        try:
+            return Database(self._path, skipping_damaged_log(_options()))
+        except StoreDamaged:
+            return Database(self._path, skipping_all_damage(_options()))
+
+    def _compact(self) -> None:
+        if len(self._db.files()) <= _MAX_FILES:
+            return
+        try:
+            self._db.compact()
+        except StoreError:
+            # After a compaction that met damage RocksDB takes no writes until it is opened again.
+            self._db.close()
+            self._db = self._open()
 
     def head(self, name: str) -> dict[str, Any] | None:
         """None if there is no such name. Raises RecordCorrupt."""
@@ -73,26 +106,39 @@ class TruthStore:
             if value is None:
                 raise NotFound(f"no records under {name!r}")
             last = tuple(unseal(key, value)[0])
-            found = list(self._db.scan(_record_prefix(name)))
         except (StoreDamaged, BadRecord):
-            raise RecordCorrupt(name, self._damaged_turns(name) or [0]) from None
+            raise RecordCorrupt(name, [0]) from None
+        try:
+            found = list(self._db.scan(_record_prefix(name)))
+        except StoreDamaged:
+            return self._records_by_chain(name, last)
         return _checked(name, found, last)
 
-    def _damaged_turns(self, name: str) -> list[int]:
-        """For a log that cannot be read through: looks at each turn on its own."""
-        damaged: list[int] = []
-        turn = 0
-        while True:
-            try:
-                if not self._turn_exists(name, turn):
-                    return damaged
-            except StoreDamaged:
-                damaged.append(turn)
-            turn += 1
+    def _records_by_chain(self, name: str, last: Position) -> list[Record]:
+        """For a log that cannot be scanned: from the last record back along the chain, one key at a time. (What
+        stands in the way may be the remains of a session of that name that was deleted.)"""
+        records: list[Record] = []
+        position: Position | None = last
+        while position is not None:
+            link = self._read(name, position)
+            if link is None:
+                earlier = [turn for turn in range(position[0]) if self._read(name, (turn, 0)) is None]
+                raise RecordCorrupt(name, [*earlier, position[0]])
+            record, position = link
+            records.append(record)
+        return records[::-1]
 
-    def _turn_exists(self, name: str, turn: int) -> bool:
-        prefix = _record_prefix(name) + turn.to_bytes(4, "big")
-        return bool(list(self._db.scan(prefix)))
+    def _read(self, name: str, position: Position) -> tuple[Record, Position | None] | None:
+        """A record and the position of the one before it; None if it is damaged or gone."""
+        key = _record_key(name, position)
+        try:
+            value = self._db.get(key)
+            if value is None:
+                return None
+            previous, fields = unseal(key, value)
+        except (StoreDamaged, BadRecord):
+            return None
+        return Record(*position, fields), None if previous is None else tuple(previous)
 
     def commit(
         self,
@@ -107,7 +153,7 @@ class TruthStore:
         """Appends `records` after the one at `previous`, takes those at `remove` away, and replaces the head: all or
         nothing. With `sync` it is on disk when this returns; without, it survives the process but not the machine.
         """
-        batch = Batch(self._db)
+        batch = Batch()
         for record in records:
             key = _record_key(name, record.position)
             batch.put(key, seal(key, previous, dict(record.fields)))
@@ -116,7 +162,7 @@ class TruthStore:
             batch.delete(_record_key(name, position))
         key = _head_key(name)
         batch.put(key, seal(key, previous, dict(head)))
-        self._db.write(batch, sync=sync)
+        self._write(batch, sync=sync)
 
     def delete(self, name: str) -> None:
         """Forgets the name, damaged or not. Raises NotFound."""
@@ -124,10 +170,32 @@ class TruthStore:
         with contextlib.suppress(StoreDamaged):
             if not any(True for _ in self._db.scan(first)):
                 raise NotFound(f"no records under {name!r}")
-        batch = Batch(self._db)
+        batch = Batch()
         # A range, because keys in a damaged block cannot be listed.
         batch.delete_range(first, end)
-        self._db.write(batch, sync=True)
+        self._write(batch, sync=True)
+
+    def _write(self, batch: Batch, *, sync: bool) -> None:
+        with self._write_lock:
+            try:
+                self._db.write(batch, sync=sync)
+            except StoreFull:
+                if not self._reserve.release():
+                    raise
+                self._write_after_recovery(batch, sync=sync)
+            else:
+                self._reserve.take()
+
+    def _write_after_recovery(self, batch: Batch, *, sync: bool) -> None:
+        """RocksDB takes writes again once it has moved a log with a failed write out of use."""
+        deadline = time.monotonic() + _RECOVERY_S
+        while True:
+            try:
+                return self._db.write(batch, sync=sync)
+            except StoreFull:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def heads(self, after: str | None, limit: int) -> list[tuple[str, dict[str, Any] | None]]:
         """Up to `limit` names behind `after`, in the order of their bytes, each with its head (None: damaged)."""
@@ -145,16 +213,42 @@ class TruthStore:
             position = _behind(name)
         return result
 
-    def _first_readable_key(self, position: bytes) -> bytes | None:
-        for start in itertools.chain([position], _steps_behind(position)):
-            with contextlib.suppress(StoreDamaged):
-                return next((key for key, _ in self._db.scan(b"", start=start)), None)
+    def _first_readable_key(self, start: bytes) -> bytes | None:
+        with contextlib.suppress(StoreDamaged):
+            return self._first_key(start)
+        with contextlib.suppress(StoreDamaged):
+            return self._first_key(self._end_of_damage(start))
         return None
 
+    def _first_key(self, start: bytes) -> bytes | None:
+        return next((key for key, _ in self._db.scan(b"", start=start)), None)
+
+    def _end_of_damage(self, start: bytes) -> bytes:
+        """The least key from which can be read again, found byte by byte: nothing in an unreadable block says where
+        the next one begins."""
+        edge = b""  # a beginning of the last key that falls into the damage
+        while len(edge) < _MAX_KEY_BYTES:
+            byte = start[len(edge)] if start.startswith(edge) and start != edge else -1
+            while byte < 255 and self._is_damaged_at(edge + bytes([byte + 1])):
+                byte += 1
+            if byte < 0:
+                break
+            edge += bytes([byte])
+        return edge + b"\0"
+
+    def _is_damaged_at(self, start: bytes) -> bool:
+        try:
+            self._first_key(start)
+        except StoreDamaged:
+            return True
+        return False
+
     def close(self) -> None:
-        # Table files have a checksum per block; the log would be read as a whole.
-        self._db.flush()
-        self._db.close()
+        with self._write_lock:
+            # Damage to a table file costs one block, damage to a log may cost more. On a full disk the log has to do.
+            with contextlib.suppress(StoreError):
+                self._db.flush()
+            self._db.close()
 
 
 def _options() -> Options:
@@ -163,9 +257,10 @@ def _options() -> Options:
     blocks.set_block_size(_BLOCK_BYTES)
     options.set_block_based_table_factory(blocks)
     options.set_write_buffer_size(8 << 20)
-    # Damage can stop compactions; that must not stop writes.
-    options.set_level_zero_slowdown_writes_trigger(10_000)
-    options.set_level_zero_stop_writes_trigger(10_000)
+    # A compaction that meets a damaged block would stop all writes, so it is done when opening only.
+    options.set_disable_auto_compactions(True)
+    options.set_level_zero_slowdown_writes_trigger(1 << 20)
+    options.set_level_zero_stop_writes_trigger(1 << 20)
     return options
 
 
@@ -187,13 +282,6 @@ def _behind(name: str) -> bytes:
     return name.encode() + b"\1"
 
 
-def _steps_behind(position: bytes) -> Iterator[bytes]:
-    """Ever larger steps: over a block that cannot be read nothing says where the next one starts."""
-    for length in range(len(position), 0, -1):
-        for byte in range(position[length - 1] + 1, 256):
-            yield position[: length - 1] + bytes([byte])
-
-
 def _checked(name: str, found: Sequence[tuple[bytes, bytes]], last: Position) -> list[Record]:
     """Parses the log and proves that nothing is missing from it."""
     records: list[Record] = []
@@ -211,8 +299,9 @@ def _checked(name: str, found: Sequence[tuple[bytes, bytes]], last: Position) ->
                 damaged.append(expected[0])
             records.append(Record(*position, fields))
         before = position
-    if before != last and last[0] not in damaged:
+    if before != last:
         damaged.append(last[0])
+    damaged += set(range(last[0] + 1)) - {int.from_bytes(key[-8:-4], "big") for key, _ in found}
     if damaged:
         raise RecordCorrupt(name, damaged)
     return records

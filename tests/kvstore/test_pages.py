@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from colibri.kvstore import PageCorrupt, PageStore, PageWrite
+from colibri.kvstore import PageCorrupt, PageStore, PageWrite, StoreFull
+from colibri.kvstore.rocks import Database
 
 ROOT = b"r" * 16
 
@@ -76,3 +78,124 @@ def test_a_dropped_page_is_gone(store: PageStore) -> None:
     assert (store.stats()["pages"], store.stats()["bytes"]) == (0, 0)
     with pytest.raises(PageCorrupt):
         store.read(meta.__class__(meta.id, ROOT, meta.tokens, 0, meta.n_bytes, meta.number + 1))
+
+
+def folder_bytes(path: Path) -> int:
+    total = 0
+    for file in path.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # unlinked meanwhile
+            total += file.stat().st_size
+    return total
+
+
+def flip_byte(path: Path, of: bytes) -> None:
+    """Flips a bit of the first place in the folder's files where these bytes stand."""
+    for file in sorted(path.iterdir()):
+        data = bytearray(file.read_bytes())
+        if (at := data.find(of)) >= 0:
+            data[at + len(of) // 2] ^= 1
+            file.write_bytes(data)
+            return
+    raise AssertionError(f"{of[:20]!r} is not in {path}")
+
+
+def filled(path: Path, pages: list[PageWrite]) -> None:
+    """Writes and closes, so that all is in table files."""
+    store = PageStore(path, low_water_bytes=0)
+    store.write(pages)
+    store.flush()
+    store.close()
+
+
+def test_a_flipped_byte_of_a_page_costs_that_page_only(tmp_path: Path) -> None:
+    pages = [page(number) for number in range(5)]
+    filled(tmp_path / "pages", pages)
+    flip_byte(tmp_path / "pages", pages[3].payload)
+    store = PageStore(tmp_path / "pages", low_water_bytes=0)
+    metas = {meta.id: meta for meta in store.children(ROOT)}
+    with pytest.raises(PageCorrupt, match=pages[3].id.hex()):
+        store.read(metas[pages[3].id])
+    assert pages[3].id not in {meta.id for meta in store.children(ROOT)}
+    assert store.stats()["corrupt"] == 1
+    for good in (pages[0], pages[1], pages[2], pages[4]):
+        assert store.read(metas[good.id]) == good.payload
+    store.write([pages[3]])
+    assert store.read(next(m for m in store.children(ROOT) if m.id == pages[3].id)) == pages[3].payload
+    store.close()
+
+
+def test_a_flipped_byte_of_a_meta_is_counted_and_the_store_goes_on(tmp_path: Path) -> None:
+    filled(tmp_path / "pages", [page(1)])
+    flip_byte(tmp_path / "pages", page(1).parent + page(1).id)
+    store = PageStore(tmp_path / "pages", low_water_bytes=0)
+    assert store.children(ROOT) == []
+    assert store.stats()["rebuilt"] == 1
+    store.write([page(1)])
+    assert len(store.children(ROOT)) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["CURRENT", "MANIFEST-*", "*.sst"])
+def test_a_database_that_cannot_be_opened_is_started_over(tmp_path: Path, name: str) -> None:
+    filled(tmp_path / "pages", [page(1)])
+    for file in (tmp_path / "pages").glob(name):
+        file.write_bytes(b"")
+    store = PageStore(tmp_path / "pages", low_water_bytes=0)
+    assert (store.stats()["rebuilt"], store.stats()["pages"]) == (1, 0)
+    store.close()
+
+
+def test_the_budget_is_kept_by_dropping_the_oldest_pages(tmp_path: Path) -> None:
+    budget = 32 << 20
+    store = PageStore(tmp_path / "pages", budget_bytes=budget, low_water_bytes=0)
+    for number in range(160):
+        store.write([page(number, n_bytes=400_000)])
+        assert folder_bytes(tmp_path / "pages") <= budget + (2 << 20)  # files are unlinked a moment later
+    present = []
+    for meta in store.children(ROOT):
+        with contextlib.suppress(PageCorrupt):  # dropped since the last look
+            assert store.read(meta) == page(meta.tokens[0], n_bytes=400_000).payload
+            present.append(meta.tokens[0])
+    stats = store.stats()
+    assert 20 < len(present) < 80
+    assert min(present) > 70
+    assert present[-20:] == list(range(140, 160))
+    assert stats["evicted"] > 50
+    assert stats["evicted"] + stats["pages"] == 160
+    assert stats["corrupt"] == 0
+    store.close()
+
+
+def test_a_page_in_use_outlives_the_budget(tmp_path: Path) -> None:
+    store = PageStore(tmp_path / "pages", budget_bytes=32 << 20, low_water_bytes=0)
+    for number in range(160):
+        store.write([page(number, n_bytes=400_000)])
+        first = [meta for meta in store.children(ROOT) if meta.id == page(0).id]
+        assert store.read(first[0]) == page(0, n_bytes=400_000).payload
+    assert store.stats()["renewed"] > 0
+    store.close()
+
+
+def test_below_the_low_water_mark_writes_are_refused_and_reads_go_on(tmp_path: Path) -> None:
+    filled(tmp_path / "pages", [page(1)])
+    store = PageStore(tmp_path / "pages", low_water_bytes=1 << 60)
+    with pytest.raises(StoreFull, match="bytes free"):
+        store.write([page(2)])
+    assert "bytes free" in str(store.stats()["refusing"])
+    (meta,) = store.children(ROOT)
+    assert store.read(meta) == page(1).payload
+    store.close()
+
+
+def test_a_failed_write_leaves_nothing(store: PageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreFull("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "write", fail)
+        with pytest.raises(StoreFull):
+            store.write([page(1), page(2)])
+    assert store.children(ROOT) == []
+    assert store.stats()["pages"] == 0
+    store.write([page(1), page(2)])
+    assert len(store.children(ROOT)) == 2

@@ -1,0 +1,196 @@
+"""The truth store: whole logs, or the names of the turns that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from colibri.kvstore import NotFound, Record, RecordCorrupt, StoreError, StoreFull, StoreVersionError, TruthStore
+from colibri.kvstore.rocks import Database
+
+
+def marker(name: str, turn: int) -> bytes:
+    """Long enough that every record has a block of its own."""
+    return f"<{name} {turn}>".encode() * 200
+
+
+def add(store: TruthStore, name: str, turn: int) -> None:
+    record = Record(turn, 0, {"text": marker(name, turn)})
+    store.commit(name, [record], previous=(turn - 1, 0) if turn else None, head={"turns": turn}, sync=True)
+
+
+def written(path: Path) -> None:
+    store = TruthStore(path, reserve_bytes=0)
+    for name in ("alice", "bob"):
+        for turn in range(4):
+            add(store, name, turn)
+    store.close()
+
+
+def rewrite(path: Path, old: bytes, new: bytes, *, pattern: str = "*") -> None:
+    for file in sorted(path.glob(pattern)):
+        data = file.read_bytes()
+        if old in data:
+            file.write_bytes(data.replace(old, new, 1))
+            return
+    raise AssertionError(f"{old[:20]!r} is not in {path}")
+
+
+def test_records_round_trip_in_order(tmp_path: Path) -> None:
+    written(tmp_path / "truth")
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    records = store.records("alice")
+    assert [record.position for record in records] == [(turn, 0) for turn in range(4)]
+    assert [record.fields["text"] for record in records] == [marker("alice", turn) for turn in range(4)]
+    assert store.heads(None, 10) == [("alice", {"turns": 3}), ("bob", {"turns": 3})]
+    assert not store.log_was_damaged
+    with pytest.raises(NotFound):
+        store.records("carol")
+    with pytest.raises(NotFound):
+        store.delete("carol")
+    store.close()
+
+
+def test_a_name_that_begins_another_is_kept_apart(tmp_path: Path) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    for name in ("a", "a b", "ab"):
+        add(store, name, 0)
+    assert [len(store.records(name)) for name in ("a", "a b", "ab")] == [1, 1, 1]
+    store.delete("a")
+    assert [name for name, _ in store.heads(None, 10)] == ["a b", "ab"]
+    store.close()
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_a_flipped_byte_names_its_turn_and_nothing_else_suffers(tmp_path: Path, turn: int) -> None:
+    path = tmp_path / "truth"
+    written(path)
+    damaged = bytearray(marker("alice", turn))
+    damaged[1000] ^= 1
+    rewrite(path, marker("alice", turn), bytes(damaged), pattern="*.sst")
+    store = TruthStore(path, reserve_bytes=0)
+    with pytest.raises(RecordCorrupt, match=f"turn {turn}$") as caught:
+        store.records("alice")
+    assert (caught.value.name, caught.value.turns) == ("alice", [turn])
+    assert len(store.records("bob")) == 4
+    add(store, "carol", 0)
+    assert [name for name, _ in store.heads(None, 10)] == ["alice", "bob", "carol"]
+    store.delete("alice")
+    add(store, "alice", 0)
+    assert len(store.records("alice")) == 1
+    store.close()
+    store = TruthStore(path, reserve_bytes=0)
+    assert [len(store.records(name)) for name in ("alice", "bob", "carol")] == [1, 4, 1]
+    store.close()
+
+
+def test_damage_survives_a_compaction_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "truth"
+    written(path)
+    damaged = bytearray(marker("alice", 1))
+    damaged[1000] ^= 1
+    rewrite(path, marker("alice", 1), bytes(damaged), pattern="*.sst")
+    monkeypatch.setattr("colibri.kvstore.truth._MAX_FILES", 0)
+    store = TruthStore(path, reserve_bytes=0)
+    add(store, "carol", 0)
+    assert len(store.records("bob")) == 4
+    with pytest.raises(RecordCorrupt, match=r"turn 1$"):
+        store.records("alice")
+    store.close()
+
+
+def test_a_damaged_log_is_noticed_and_costs_named_turns_only(tmp_path: Path) -> None:
+    path = tmp_path / "truth"
+    store = TruthStore(path, reserve_bytes=0)
+    for turn in range(30):
+        add(store, "alice", turn)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in path.iterdir():  # as a crash leaves it: nothing is in table files yet
+        (copy / file.name).write_bytes(file.read_bytes())
+    store.close()
+    damaged = bytearray(marker("alice", 3))
+    damaged[1000] ^= 1
+    rewrite(copy, marker("alice", 3), bytes(damaged), pattern="*.log")
+    store = TruthStore(copy, reserve_bytes=0)
+    assert store.log_was_damaged
+    with pytest.raises(RecordCorrupt) as caught:
+        store.records("alice")
+    assert caught.value.turns[0] <= 3
+    add(store, "bob", 0)
+    assert len(store.records("bob")) == 1
+    store.close()
+
+
+def test_a_record_that_is_gone_is_noticed_by_its_neighbours(tmp_path: Path) -> None:
+    for missing in range(4):
+        store = TruthStore(tmp_path / f"truth{missing}", reserve_bytes=0)
+        for turn in range(4):
+            add(store, "alice", turn)
+        store.commit("alice", [], previous=(3, 0), head={}, remove=[(missing, 0)], sync=True)
+        with pytest.raises(RecordCorrupt) as caught:
+            store.records("alice")
+        assert caught.value.turns == [missing]
+        store.close()
+
+
+def test_a_record_of_a_later_version_is_refused_by_both_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("colibri.kvstore.records.VERSION", 2)
+        add(store, "alice", 0)
+    with pytest.raises(StoreVersionError, match=r"version 2.* version 1"):
+        store.records("alice")
+    store.close()
+
+
+def failing(times: int, text: str, write: Callable[..., None]) -> Callable[..., None]:
+    """`Database.write`, but the first calls fail as RocksDB does."""
+    left = [times]
+
+    def attempt(self: Database, *args: object, **kwargs: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise StoreFull(text)
+        write(self, *args, **kwargs)
+
+    return attempt
+
+
+def test_the_reserve_is_given_back_when_the_disk_is_full_and_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=1 << 20)
+    reserve = tmp_path / "truth.reserve"
+    assert reserve.stat().st_size == 1 << 20
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "write", failing(3, "No space left on device", Database.write))
+        add(store, "alice", 0)
+    assert not reserve.exists()
+    add(store, "alice", 1)
+    assert reserve.stat().st_size == 1 << 20
+    assert len(store.records("alice")) == 2
+    store.close()
+
+
+def test_without_a_reserve_a_full_disk_is_an_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=1 << 60)
+    add(store, "alice", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "write", failing(1, "No space left on device", Database.write))
+        with pytest.raises(StoreFull):
+            add(store, "alice", 1)
+    assert len(store.records("alice")) == 1
+    store.close()
+
+
+def test_what_rocksdb_says_becomes_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        TruthStore(tmp_path / "file" / "truth", reserve_bytes=0)
