@@ -8,6 +8,7 @@ import click
 
 from .chat import chat
 from .command import SETTINGS
+from .demo import demo
 from .files import convert, inspect
 from .generate import detokenize, generate, score, tokenize
 from .sessions import sessions
@@ -30,5 +31,5 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, score, tokenize, detokenize, sessions, status, convert, inspect):
+for command in (generate, chat, score, tokenize, detokenize, sessions, status, convert, inspect, demo):
     cli.add_command(command)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ T = TypeVar("T")
 # A pause in the work as short as this is the moment to write tails: long enough that two turns of a busy client do not
 # each write one, short enough that a person typing has the last turn on disk before the next.
 IDLE_S = 0.25
+# How soon pages that the writer did not take are offered again.
+RETRY_S = 0.25
 # What shutting down may take to write unsaved pages; they are a cache, so no reason to hang.
 SAVE_TIMEOUT_S = 10.0
 
@@ -59,9 +62,9 @@ class EngineThread:
         self._save_timeout_s = save_timeout_s
         self._inbox: deque[Callable[[], None]] = deque()
         self._n_unqueued = 0  # submitted, and still in the inbox
-        self._lock = (
-            threading.Lock()
-        )  # over the inbox's end: nothing gets in once the thread has looked for the last time
+        # Over the inbox's end: nothing gets in once the thread has looked for the last time.
+        self._lock = threading.Lock()
+        self._last_step_s = time.monotonic()
         self._wake = threading.Event()
         self._stopping = False
         self._draining = True
@@ -167,6 +170,7 @@ class EngineThread:
             self._scheduler.fail_all(InternalError(f"a step failed: {error}"))
             worked = True
         if worked:
+            self._last_step_s = time.monotonic()
             self._end_step()
         return worked
 
@@ -177,11 +181,12 @@ class EngineThread:
             log.exception("the end of a step could not be told")
 
     def _rest(self) -> None:
-        """Waits for something to do. When nothing comes for a moment, tails are written too."""
-        self._pages.write_behind()
+        """Waits for something to do. When no step has run for a moment, however often somebody asked for figures
+        meanwhile, tails are written too."""
+        idle_in_s = self._last_step_s + self._idle_s - time.monotonic()
+        self._pages.write_behind(tails=idle_in_s <= 0)
         unfinished = self._pages.has_unsaved or self._pages.is_writing
-        if not self._wake.wait(self._idle_s if unfinished else None):
-            self._pages.write_behind(tails=True)
+        self._wake.wait((idle_in_s if idle_in_s > 0 else RETRY_S) if unfinished else None)
 
     def _shut_down(self) -> None:
         with self._lock:

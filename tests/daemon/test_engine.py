@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -244,8 +245,8 @@ def test_stopping_saves_full_pages_and_tails() -> None:
     assert again.text == expected(again.prompt)
 
 
-def test_tails_are_saved_when_idle() -> None:
-    store = MemoryPageStore()
+def tail_watch(store: MemoryPageStore) -> threading.Event:
+    """An event that is set when the store is given a tail."""
     wrote_tail = threading.Event()
     write = store.write
 
@@ -255,7 +256,25 @@ def test_tails_are_saved_when_idle() -> None:
             wrote_tail.set()
 
     store.write = write_and_tell
+    return wrote_tail
+
+
+def test_tails_are_saved_when_idle() -> None:
+    store = MemoryPageStore()
+    wrote_tail = tail_watch(store)
     running = Running(store=store, idle_s=0.0)
     running.submit(tokens_of(1, 40), 3)
     assert wrote_tail.wait(PATIENCE_S)
+    running.stop()
+
+
+def test_asking_for_figures_all_the_time_does_not_keep_tails_from_being_saved() -> None:
+    store = MemoryPageStore()
+    wrote_tail = tail_watch(store)
+    running = Running(store=store, idle_s=0.2)
+    running.submit(tokens_of(1, 40), 3)
+    deadline = time.monotonic() + PATIENCE_S
+    while not wrote_tail.is_set() and time.monotonic() < deadline:
+        running.thread.call(running.rig.pages.stats).result(PATIENCE_S)
+    assert wrote_tail.is_set()
     running.stop()

@@ -108,9 +108,7 @@ def test_every_page_taken_has_one_outcome(writer: PageWriter[str], store: GatedS
     assert (writer.n_written, writer.n_failed) == (1, 1)
 
 
-def test_after_a_failure_nothing_is_taken_for_a_while(
-    writer: PageWriter[str], store: GatedStore, clock: Clock
-) -> None:
+def test_after_a_failure_nothing_is_taken_for_a_while(writer: PageWriter[str], store: GatedStore, clock: Clock) -> None:
     store.gate.set()
     store.fail_writes = True
     writer.offer("a", page(1))
