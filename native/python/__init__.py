@@ -13,8 +13,8 @@
     ├── ChecksumMismatch    bytes do not match their checksum
     └── CapacityError       more tokens, rows or sequences than the context was opened for
 
-Threads: a Context belongs to one thread at a time; only cancel() and, on pages that nobody writes, kv_save() may be called from others. The
-GIL is released while C runs.
+Threads: a Context belongs to one thread at a time; only cancel() and, on pages that nobody writes, kv_save() may be
+called from others. The GIL is released while C runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from colibri.native._binding import ffi as _ffi
+from colibri.native._binding import ffi as _ffi  # type: ignore[import-not-found]
 from colibri.native._binding import lib as _lib
 
 PAGE_TOKENS: int = _lib.COLIBRI_PAGE_TOKENS
@@ -186,7 +186,7 @@ class Model:
             "fingerprint": bytes(_ffi.buffer(info.fingerprint)),
             "end_tokens": tuple(info.end_tokens[0 : info.n_end_tokens]),
         }
-        plain = {f.name: int(getattr(info, f.name)) for f in fields(ModelInfo) if f.name not in special}
+        plain: dict[str, Any] = {f.name: int(getattr(info, f.name)) for f in fields(ModelInfo) if f.name not in special}
         return ModelInfo(**plain, **special)
 
     @property
@@ -208,7 +208,7 @@ class Model:
         return value
 
     def verify(self) -> None:
-        """Reads the whole file and compares every checksum. Raises ChecksumMismatch naming the first part that differs."""
+        """Reads the whole file; raises ChecksumMismatch naming the first part whose checksum differs."""
         error = _ffi.new("char[]", _ERROR_BYTES)
         _check(_lib.colibri_model_verify(self._handle, error, _ERROR_BYTES), error)
 
@@ -246,7 +246,7 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchResult:
-    """row_status: 0 or NumericFailure.code a row. logprobs: where scored, else 0. routing: [n_rows, n_layers, top_k]."""
+    """row_status: 0 or NumericFailure.code. logprobs: where scored, else 0. routing: [n_rows, n_layers, top_k]."""
 
     row_status: list[int]
     logprobs: list[float] | None
@@ -345,7 +345,7 @@ class Context:
         return int(_lib.colibri_context_kv_overflows(self._handle))
 
     def forward(self, batch: Batch) -> BatchResult:
-        """Computes one step. A row that is not finite is told in row_status; everything else raises and changes nothing."""
+        """Computes one step. A row that is not finite is told in row_status; errors but Canceled changed nothing."""
         handle, n_rows, info = self._handle, len(batch.tokens), self._model.info
         if not n_rows == len(batch.positions) == len(batch.sequences) == len(batch.flags):
             raise InvalidArgument("tokens, positions, sequences and flags differ in length")
@@ -432,7 +432,7 @@ class Context:
         return bytes(_ffi.buffer(buffer)), int(total[0])
 
     def kv_load(self, page: int, n_tokens: int, buffer: Buffer, checksum: int) -> None:
-        """Copies saved bytes into a page, of which the first n_tokens (1..32) positions are valid. ChecksumMismatch leaves it zero."""
+        """Copies saved bytes into a page, of which the first n_tokens (1..32) count. ChecksumMismatch leaves it zero."""
         view = _ffi.from_buffer(buffer)
         self._check(_lib.colibri_kv_load(self._handle, _index(page), _index(n_tokens), view, len(view), checksum))
 
@@ -441,7 +441,7 @@ class Context:
         self._check(_lib.colibri_kv_copy(self._handle, _index(to_page), _index(from_page), _index(n_tokens)))
 
     def infer(self, input_ids: Int32s, max_output_len: int, temperature: float = 0.0) -> list[int]:
-        """Goes on with the context's own sequence; returns the tokens generated. An error carries those before it as `output_ids`."""
+        """Continues the own sequence; returns the new tokens. An error carries those before it as `output_ids`."""
         output, n_output = _ffi.new("int32_t[]", max(max_output_len, 1)), _ffi.new("size_t *")
         ids = _int32s(input_ids, "input_ids")
         code = _lib.colibri_infer(self._handle, ids, len(input_ids), output, n_output, max_output_len, temperature)
