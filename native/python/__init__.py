@@ -432,7 +432,7 @@ class Context:
         return bytes(_ffi.buffer(buffer)), int(total[0])
 
     def kv_load(self, page: int, n_tokens: int, buffer: Buffer, checksum: int) -> None:
-        """Copies saved bytes into a page, of which the first n_tokens (1..32) count. ChecksumMismatch leaves it zero."""
+        """Copies saved bytes into a page, of which the first n_tokens (1..32) count; zero after ChecksumMismatch."""
         view = _ffi.from_buffer(buffer)
         self._check(_lib.colibri_kv_load(self._handle, _index(page), _index(n_tokens), view, len(view), checksum))
 
