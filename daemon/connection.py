@@ -114,10 +114,11 @@ class Connection(asyncio.Protocol):
         self._refusal = error
 
     def close(self, error: ColibriError) -> None:
-        """Says why and closes, after what was already answered."""
+        """Says why and closes, after what was already answered (unless the client broke the protocol)."""
         if self._transport is None or self._transport.is_closing():
             return
-        self._flush()
+        if self._protocol.state is State.OPEN:
+            self._flush()
         if self._protocol.state is not State.CLOSED:
             self._transport.write(self._protocol.send_failure(error))
         self._transport.close()
