@@ -92,7 +92,7 @@ class Prompt:
     messages: list[dict[str, Any]]  # for the session
     created: bool = False  # the session is new
     note: str | None = None
-    continues: dict[str, Any] | None = None  # the reply that goes on, where nothing new was said
+    continues: list[int] | None = None  # the reply that goes on, where nothing new was said
 
 
 @dataclass
@@ -166,7 +166,8 @@ class Reply:
         tokenizer: Tokenizer,
         end_tokens: frozenset[int],
         turn: Turn | None,
-        message: dict[str, Any],
+        role: str,
+        before: Sequence[int],
         run: Callable[..., Any],
     ) -> None:
         self._call = call
@@ -174,12 +175,12 @@ class Reply:
         self._end_tokens = end_tokens
         self._turn = turn
         self._run = run
-        self._message = message
-        self._stream = TextStream(tokenizer, request.stop or (), at_start=isinstance(request, wire.Chat))
+        self._role = role
+        self._stream = TextStream(tokenizer, request.stop or (), at_start=role != RAW)
         self._unsent: list[Token] = []
         self._unsaved: list[int] = []
         self._saved_at = time.monotonic()
-        self._text: list[str] = []
+        self._text = [self._stream.prime(token for token in before if token not in end_tokens)]
 
     @property
     def stop_string(self) -> str | None:
@@ -206,8 +207,8 @@ class Reply:
         """Ends the turn, if there is one: synced when this returns. Raises StorageError."""
         if self._turn is None:
             return
-        content = self._message["content"] + "".join(self._text)
-        message = {**self._message, "content": content} if content or self._stream.n_sent else None
+        content = "".join(self._text)
+        message = {"role": self._role, "content": content} if content or self._stream.n_sent else None
         await self._run(_finish, self._turn, self._unsaved, reason, self._stream.n_sent, message)
 
     def _send(self, text: str, n_tokens: int) -> None:
@@ -307,14 +308,9 @@ class Completer:
         new = self._raw_tokens(request, is_first=not history)
         said = request.prompt if request.prompt is not None else self._tokenizer.decode(new)
         messages = [{"role": RAW, "content": said}] if new else []
-        continues = None if new or session is None else self._last_reply(session)
+        continues = None if new or session is None else _last_reply(session)
         note = self._note(session)
         return Prompt([*history, *new], len(history), messages, session is None, note, continues)
-
-    def _last_reply(self, session: Session) -> dict[str, Any]:
-        """What goes on when a session generates without a prompt: a reply that was cut, or had not begun."""
-        past = self._past(session)
-        return past[-1] if past else {"role": RAW, "content": ""}
 
     def _find(self, name: str, resume: bool | None) -> Session | None:
         """The session, or None if it is to be made. Raises what `resume` asks for."""
@@ -353,7 +349,9 @@ class Completer:
         for message in session.messages:
             content = message["content"]
             if content is None:  # cut off: only the tokens know its words
-                content = self._tokenizer.decode(session.tokens[message["start"] : message["end"]], skip_special=True)
+                said = session.tokens[message["start"] : message["end"]]
+                said = said[:-1] if said[-1] in self._end_tokens else said
+                content = self._tokenizer.decode(said, skip_special=True)
             past.append({"role": message["role"], "content": content})
         if past and past[-1]["role"] not in ("assistant", RAW):
             past.append({"role": "assistant", "content": ""})
@@ -388,8 +386,9 @@ class Completer:
         )
         self._engine.check(work)
         turn = None if session_name is None else await self._run(self._begin, session_name, prompt, work.sampling)
-        message = prompt.continues or {"role": "assistant" if isinstance(request, wire.Chat) else RAW, "content": ""}
-        reply = Reply(call, request, self._tokenizer, self._end_tokens, turn, message, self._run)
+        role = _reply_role(request, turn, prompt)
+        before = prompt.continues or ()
+        reply = Reply(call, request, self._tokenizer, self._end_tokens, turn, role, before, self._run)
         ending = await self._generate(call, work, queue, reply)
         await reply.finish(ending.reason)
         if ending.error is not None:
@@ -486,6 +485,20 @@ class Completer:
             seed=request.sampling.seed or 0,
             durable=False,
         )
+
+
+def _last_reply(session: Session) -> list[int]:
+    """Tokens that a session generates behind when it is given no prompt: of a reply that was cut, or had not begun."""
+    last = session.messages[-1] if session.messages else {}
+    return session.tokens[last["start"] :] if "start" in last else []
+
+
+def _reply_role(request: wire.Completing, turn: Turn | None, prompt: Prompt) -> str:
+    """A reply to a chat is an assistant's, also where it goes on without a prompt."""
+    if isinstance(request, wire.Chat):
+        return "assistant"
+    past = turn.session.messages if turn is not None and prompt.continues is not None else []
+    return "assistant" if past and past[-1]["role"] != RAW else RAW
 
 
 def _failed(error: ColibriError) -> _Ending:

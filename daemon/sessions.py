@@ -107,9 +107,11 @@ class History:
         if fields["messages"]:
             self.messages += [{"end": len(self.tokens), **message} for message in fields["messages"]]
             self.reply_message_start = len(self.tokens)
-        elif len(self.tokens) == keep and self.messages and _is_reply_up_to(self.messages[-1], keep):
-            # No new tokens: the turn continues this reply, and its end brings the words of the whole.
-            self.reply_message_start = self.messages.pop()["start"]
+        elif len(self.tokens) == keep and self.messages and self.messages[-1]["end"] == keep:
+            # No new tokens: the turn continues this reply, and its end brings the words of the whole. Or it begins the
+            # reply to this prompt, whose own turn was cut off before the first token.
+            is_reply = "start" in self.messages[-1]
+            self.reply_message_start = self.messages.pop()["start"] if is_reply else keep
         self.turns = [turn for turn in self.turns if turn.start < keep]
         self.turns.append(TurnSummary(keep, len(self.tokens), fields["sampling"]))
         self.model, self.tokenizer = fields["model"], fields["tokenizer"]
@@ -166,10 +168,6 @@ def _cut(message: Message, n_tokens: int) -> Message | None:
     if message.get("start", n_tokens) < n_tokens:
         return {**message, "content": None, "end": n_tokens}
     return None
-
-
-def _is_reply_up_to(message: Message, n_tokens: int) -> bool:
-    return "start" in message and message["end"] == n_tokens
 
 
 def fold(records: Sequence[Record]) -> History:

@@ -300,6 +300,10 @@ class TextStream:
         """The stop string that ended the reply."""
         return self._stops.matched
 
+    def prime(self, tokens: Iterable[int]) -> str:
+        """Text of the tokens that this reply goes on from; a character they leave open is completed by the next."""
+        return "".join(map(self._decoder.feed, tokens))
+
     def feed(self, token: int, *, is_end: bool = False) -> Piece:
         """Takes the next token. An end token has no text, whatever its flags."""
         text = "" if is_end else self._decoder.feed(token)
