@@ -16,9 +16,8 @@ from colibri.protocol.errors import (
     SessionExists,
     SessionNotFound,
 )
-from support.daemon import DaemonProcess, Reply, WireClient, chat
+from support.daemon import GREEDY, DaemonProcess, Reply, WireClient, chat
 
-GREEDY = wire.Sampling(temperature=0.0)
 # Some 60 steps of 64 rows: there is time to do something meanwhile.
 LONG_PROMPT = [3 + i % 200 for i in range(3800)]
 
@@ -134,7 +133,7 @@ def test_eight_at_once_say_what_each_says_alone(client: WireClient) -> None:
 
 
 def test_tokens_of_one_step_share_a_frame(client: WireClient) -> None:
-    ids = [client.send(generate(f"{i}", max_tokens=40)) for i in range(3)]
+    ids = [client.send(generate(f"{i}", max_tokens=300)) for i in range(3)]
     frames = 0
     receive = client.protocol.receive_data
 

@@ -12,9 +12,8 @@ import pytest
 
 from colibri.protocol import FrameDecoder, Progress, Token
 from colibri.protocol import messages as wire
-from support.daemon import DaemonProcess, WireClient
+from support.daemon import GREEDY, DaemonProcess, WireClient
 
-GREEDY = wire.Sampling(temperature=0.0)
 LONG_PROMPT = [3 + i % 199 for i in range(3800)]
 
 

@@ -12,9 +12,7 @@ import pytest
 from colibri.protocol import Token
 from colibri.protocol import messages as wire
 from colibri.protocol.errors import ConnectionLost, ShuttingDown
-from support.daemon import DaemonProcess, WireClient, chat
-
-GREEDY = wire.Sampling(temperature=0.0)
+from support.daemon import GREEDY, DaemonProcess, WireClient, chat
 
 
 def long_reply(**fields: object) -> wire.Generate:

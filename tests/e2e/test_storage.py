@@ -11,9 +11,7 @@ from colibri.convert import convert
 from colibri.protocol import Token
 from colibri.protocol import messages as wire
 from colibri.protocol.errors import SessionMismatch, SessionNotFound
-from support.daemon import DaemonProcess, WireClient, chat
-
-GREEDY = wire.Sampling(temperature=0.0)
+from support.daemon import GREEDY, DaemonProcess, WireClient, chat
 
 
 def tokens_of(client: WireClient, session: str) -> list[int]:
@@ -96,7 +94,8 @@ def test_a_turn_cancelled_before_a_restart_goes_on_after_it(daemon: DaemonProces
     with daemon, daemon.connect() as client:
         assert tokens_of(client, "s") == before
         result = client.chat("more", session="s", max_tokens=4).result
-        assert result.usage.cached_tokens == len(before) - 1
+        # The token after the last one that was sent may have been drawn already.
+        assert result.usage.cached_tokens in (len(before) - 1, len(before))
         assert tokens_of(client, "s")[: len(before)] == before
 
 
