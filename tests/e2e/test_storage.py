@@ -10,7 +10,7 @@ import pytest
 from colibri.convert import convert
 from colibri.protocol import Token
 from colibri.protocol import messages as wire
-from colibri.protocol.errors import SessionMismatch, SessionNotFound
+from colibri.protocol.errors import SessionCorrupt, SessionMismatch, SessionNotFound
 from support.daemon import GREEDY, DaemonProcess, WireClient, chat
 
 
@@ -97,6 +97,56 @@ def test_a_turn_cancelled_before_a_restart_goes_on_after_it(daemon: DaemonProces
         # The token after the last one that was sent may have been drawn already.
         assert result.usage.cached_tokens in (len(before) - 1, len(before))
         assert tokens_of(client, "s")[: len(before)] == before
+
+
+# Damage
+
+
+def flip_bytes(folder: Path, suffix: str, every: int = 997) -> int:
+    """Flips bits all over the table files of a database; how many files."""
+    files = [path for path in folder.iterdir() if path.suffix == suffix and path.stat().st_size]
+    for path in files:
+        data = bytearray(path.read_bytes())
+        for at in range(len(data) // 4, 3 * len(data) // 4, every):
+            data[at] ^= 0x40
+        path.write_bytes(data)
+    return len(files)
+
+
+def test_damaged_pages_are_counted_and_computed_again(daemon: DaemonProcess, tmp_path: Path) -> None:
+    with daemon, daemon.connect() as client:
+        hold_a_conversation(client, turns=8)
+        client.ask(wire.SessionFork(name="s", to="clean"))
+        expected = client.chat("and now?", session="clean", max_tokens=30, sampling=GREEDY).ids
+        other = client.chat("elsewhere", max_tokens=30, sampling=GREEDY).ids
+        daemon.stop()
+    assert flip_bytes(daemon.data / "pages", ".sst")
+    with daemon, daemon.connect() as client:
+        assert client.chat("and now?", session="s", max_tokens=30, sampling=GREEDY).ids == expected
+        assert client.chat("elsewhere", max_tokens=30, sampling=GREEDY).ids == other
+        stats = client.stats()
+        noticed = stats["pages"]["bad"] + stats["pages"]["store_errors"]
+        noticed += stats["store"]["corrupt"] + stats["store"]["rebuilt"]
+        assert noticed > 0
+
+
+def test_a_damaged_session_is_named_and_the_others_live(daemon: DaemonProcess) -> None:
+    with daemon, daemon.connect() as client:
+        hold_a_conversation(client, "healthy", turns=1)
+        hold_a_conversation(client, "sick", turns=12)
+        daemon.stop()
+    for path in (daemon.data / "truth").glob("*.sst"):
+        data = bytearray(path.read_bytes())
+        beginning = data.find(b"sick\0")
+        if beginning >= 0:
+            data[beginning + 2500] ^= 0x40  # keys are in order and blocks are of 1 KiB: well within the sick one's
+            path.write_bytes(data)
+    with daemon, daemon.connect() as client:
+        with pytest.raises(SessionCorrupt, match="sick.*turn"):
+            _ = client.chat("x", session="sick", max_tokens=1).result
+        assert client.chat("x", session="healthy", max_tokens=1).result.usage.cached_tokens > 32
+        states = {summary.name: summary.n_turns for summary in client.ask(wire.SessionList()).result.sessions}
+        assert states == {"healthy": 2, "sick": 12}
 
 
 # Change
