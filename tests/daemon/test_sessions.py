@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from colibri.daemon.sessions import Session, Sessions, SessionSummary
-from colibri.kvstore import TruthStore
+from colibri.kvstore import DataDir, Record, StoreFull, TruthStore
 from colibri.protocol import errors
 
 MODEL, TOKENIZER = b"m" * 32, b"t" * 32
@@ -258,3 +265,194 @@ def test_the_list_is_paged_in_order(reopen: Opener) -> None:
         pages.append(sessions.list(after=pages[-1][-1].name, limit=10))
     assert [len(page) for page in pages] == [10, 10, 5, 0]
     assert [summary.name for page in pages for summary in page] == [f"s{number:02}" for number in range(25)]
+
+
+def test_ten_thousand_sessions_are_listed_page_by_page(tmp_path: Path) -> None:
+    store = TruthStore(tmp_path / "truth")
+    head = {"created": 1.0, "updated": 2.0, "n_turns": 3, "n_tokens": 4, "open": False}
+    for number in range(10_000):
+        store.commit(f"s{number:05}", [Record(0, 0, {})], previous=None, head=head, sync=False)
+    sessions = Sessions(store, model_fingerprint=MODEL, tokenizer_fingerprint=TOKENIZER)
+    page = sessions.list(after="s08999", limit=100)
+    assert page[0] == SessionSummary("s09000", 1.0, 2.0, 3, 4, "idle")
+    names, after = [], None
+    while page := sessions.list(after, 1000):
+        names += [summary.name for summary in page]
+        after = names[-1]
+    assert names == [f"s{number:05}" for number in range(10_000)]
+    store.close()
+
+
+def test_a_flipped_byte_is_session_corrupt_naming_the_turn_and_others_go_on(reopen: Opener, tmp_path: Path) -> None:
+    sessions = reopen()
+    for name in ("alice", "bob"):
+        for turn in range(1, 4):
+            say(sessions.get_or_create(name), [turn] * 1000, [ord(name[0])])
+    reopen()  # closing moved all of it to table files
+    needle = (2).to_bytes(4, "little") * 1000
+    for table in sorted((tmp_path / "truth").glob("*.sst")):
+        data = bytearray(table.read_bytes())
+        if (at := data.find(needle)) >= 0:  # alice's second turn: her keys come first
+            data[at + 2000] ^= 1
+            table.write_bytes(data)
+            break
+    sessions = reopen()
+    with pytest.raises(errors.SessionCorrupt, match="turn 2") as caught:
+        sessions.get("alice")
+    assert caught.value.extra["turns"] == [2]
+    assert len(sessions.get("bob").tokens) == 3003
+    say(sessions.get("bob"), [4], [5])
+    say(sessions.get_or_create("carol"), [1], [2])
+    with pytest.raises(errors.SessionCorrupt):
+        sessions.fork("alice", "dave")
+    assert [summary.name for summary in sessions.list()] == ["alice", "bob", "carol"]
+    sessions.delete("alice")
+    say(sessions.get_or_create("alice"), [7], [8])
+    sessions = reopen()
+    assert sessions.get("alice").tokens == [7, 8]
+    assert sessions.get("bob").tokens[-2:] == [4, 5]
+
+
+def test_a_full_disk_ends_the_turn_as_storage_full_and_leaves_what_was_accepted(
+    reopen: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StoreFull("no space left")
+
+    sessions = reopen()
+    session = sessions.get_or_create("alice")
+    say(session, [1], [2])
+    turn = session.begin_turn(keep=2, new_tokens=[3], messages=[USER], sampling={})
+    turn.append([4])
+    with monkeypatch.context() as patch:
+        patch.setattr(TruthStore, "commit", full)
+        with pytest.raises(errors.StorageFull, match="alice"):
+            turn.append([5])
+        assert session.tokens == [1, 2, 3, 4, 5]
+        with pytest.raises(errors.StorageFull):
+            turn.finish(reason="stop", n_tokens=2, message=REPLY)
+        assert session.interrupted
+        assert session.tokens == [1, 2, 3, 4]
+        with pytest.raises(errors.StorageFull):
+            session.begin_turn(keep=4, new_tokens=[6], messages=[USER], sampling={})
+        assert session.tokens == [1, 2, 3, 4]
+    say(session, [6], [7])
+    assert reopen().get("alice").tokens == [1, 2, 3, 4, 6, 7]
+
+
+def test_tokens_that_a_failed_append_kept_are_written_by_the_next(
+    reopen: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StoreFull("no space left")
+
+    turn = reopen().get_or_create("alice").begin_turn(keep=0, new_tokens=[0], messages=[], sampling={})
+    for start in range(0, 300, 50):
+        with monkeypatch.context() as patch:
+            patch.setattr(TruthStore, "commit", full)
+            with pytest.raises(errors.StorageFull):
+                turn.append(list(range(start, start + 49)))
+        turn.append([start + 49])
+    assert reopen().get("alice").tokens == [0, *range(300)]
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("turn"), st.integers(0, 100), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 150)),
+    st.tuples(st.just("crash"), st.integers(0, 100), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 150)),
+    st.tuples(st.just("truncate"), st.integers(0, 100)),
+    st.tuples(st.just("fork"), st.integers(0, 100)),
+    st.just(("restart",)),
+)
+
+
+@settings(max_examples=30)
+@given(actions=st.lists(ACTIONS, max_size=8))
+def test_any_history_is_what_a_plain_list_says(actions: list[tuple[Any, ...]]) -> None:
+    with TemporaryDirectory() as folder:
+        store = TruthStore(folder + "/truth", reserve_bytes=0)
+        sessions = Sessions(store, model_fingerprint=MODEL, tokenizer_fingerprint=TOKENIZER)
+        name, model, interrupted = "s0", [], False
+        sessions.get_or_create(name)
+        for number, (action, *arguments) in enumerate(actions, 1):
+            session = sessions.get(name)
+            at = len(model) * arguments[0] // 100 if arguments else 0
+            if action in ("turn", "crash"):
+                prompt, n_reply = arguments[1:]
+                reply = list(range(n_reply))
+                turn = session.begin_turn(keep=at, new_tokens=prompt, messages=[USER], sampling={})
+                for start in range(0, n_reply, 7):
+                    turn.append(reply[start : start + 7])
+                kept = reply if action == "crash" else reply[: n_reply // 2]
+                if action == "turn":
+                    turn.finish(reason="stop", n_tokens=len(kept), message=REPLY)
+                model, interrupted = model[:at] + prompt + kept, action == "crash"
+            elif action == "truncate":
+                sessions.truncate(name, at)
+                model, interrupted = model[:at], False
+            elif action == "fork":
+                sessions.fork(name, f"s{number}", at)
+                name, model, interrupted = f"s{number}", model[:at], False
+            if action in ("crash", "restart"):
+                store.close()
+                store = TruthStore(folder + "/truth", reserve_bytes=0)
+                sessions = Sessions(store, model_fingerprint=MODEL, tokenizer_fingerprint=TOKENIZER)
+            session = sessions.get(name)
+            assert (session.tokens, session.interrupted) == (model, interrupted)
+            assert all(message["end"] <= len(model) for message in session.messages)
+        store.close()
+
+
+WRITER = """
+import sys
+from colibri.daemon.sessions import Sessions
+from colibri.kvstore import DataDir, PageWrite
+data = DataDir(sys.argv[1])
+sessions = Sessions(data.truth, model_fingerprint=b"m" * 32, tokenizer_fingerprint=b"t" * 32)
+session = sessions.get_or_create("s")
+while True:
+    number = len(session.turns)
+    turn = session.begin_turn(keep=len(session.tokens), new_tokens=[number], messages=[], sampling={})
+    print("accepted", number, flush=True)
+    for token in range(20):
+        turn.append([token])
+    print("generated", number, flush=True)
+    data.pages.write([PageWrite(number.to_bytes(16, "big"), bytes(16), tuple(range(32)), number, bytes(50_000))])
+    turn.finish(reason="stop", n_tokens=20, message=None)
+    print("done", number, flush=True)
+"""
+
+REPLY_LENGTH = 20
+
+
+def kill_at_random_moments(path: Path, n_kills: int, seed: int) -> None:
+    """Everything that the writer reported before its death must be there after it, however often."""
+    random = Random(seed)
+    for _ in range(n_kills):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline() for _ in range(random.randrange(1, 60))]
+            writer.kill()
+            lines += writer.stdout.readlines()
+        what, number = next(line for line in reversed(lines) if line.endswith("\n")).split()
+        with DataDir(path) as data:
+            sessions = Sessions(data.truth, model_fingerprint=MODEL, tokenizer_fingerprint=TOKENIZER)
+            session = sessions.get("s")
+            assert not data.truth.log_was_damaged
+            n_turns = len(session.turns)
+            assert n_turns > int(number)
+            last = session.tokens[session.turns[int(number)].start :]
+            assert last[0] == int(number)
+            if what != "accepted":
+                assert last[1 : 1 + REPLY_LENGTH] == list(range(REPLY_LENGTH))
+            if what == "done":
+                assert session.turns[int(number)].reason == "stop"
+            assert all(len(data.pages.read(meta)) == 50_000 for meta in data.pages.children(bytes(16)))
+
+
+def test_kill_9_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    kill_at_random_moments(tmp_path, n_kills=6, seed=1)
+
+
+@pytest.mark.slow
+def test_kill_9_fifty_times_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    kill_at_random_moments(tmp_path, n_kills=50, seed=2)
