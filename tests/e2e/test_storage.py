@@ -142,7 +142,7 @@ def test_a_damaged_session_is_named_and_the_others_live(daemon: DaemonProcess) -
             data[beginning + 2500] ^= 0x40  # keys are in order and blocks are of 1 KiB: well within the sick one's
             path.write_bytes(data)
     with daemon, daemon.connect() as client:
-        with pytest.raises(SessionCorrupt, match="sick.*turn"):
+        with pytest.raises(SessionCorrupt, match=r"sick.*turn"):
             _ = client.chat("x", session="sick", max_tokens=1).result
         assert client.chat("x", session="healthy", max_tokens=1).result.usage.cached_tokens > 32
         states = {summary.name: summary.n_turns for summary in client.ask(wire.SessionList()).result.sessions}
