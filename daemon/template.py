@@ -191,7 +191,10 @@ class ChatEncoder:
     def resume(
         self, history: Sequence[int], past: Sequence[Message], new: Sequence[Message], now: datetime
     ) -> Continuation:
-        """Goes on behind `history`: the tokens of the messages `past`, the last of which is the reply, whole or cut."""
+        """Goes on behind `history`: the tokens of the messages `past`, the last of which is the reply, whole or cut.
+
+        Without `past` nothing is known about what the history says, and only a common beginning is kept.
+        """
         messages = [*past, *new]
         whole = self._render(messages, now)
         suffix = self._suffix(past, new, now)
@@ -208,7 +211,9 @@ class ChatEncoder:
         return Continuation(keep, tokens[keep:], rewritten=True)
 
     def _suffix(self, past: Sequence[Message], new: Sequence[Message], now: datetime) -> str | None:
-        """What the template puts behind the last reply; None if the template does not show the reply exactly once."""
+        """What the template puts behind the last reply; None if there is none, or it is not shown exactly once."""
+        if not past:
+            return None
         marked = [*past[:-1], {**past[-1], "content": self._reply}, *new]
         parts = self._render(marked, now).split(self._reply)
         return parts[1] if len(parts) == 2 else None

@@ -121,6 +121,17 @@ def test_an_interrupted_reply_can_be_continued_to_one_message(reopen: Opener) ->
     assert state_of(reopen().get("alice")) == state_of(session)
 
 
+def test_a_reply_that_is_cut_before_its_first_token_and_again_after_it_is_still_one_message(reopen: Opener) -> None:
+    reopen().get_or_create("alice").begin_turn(keep=0, new_tokens=[1], messages=[USER], sampling={})
+    reopen().get("alice").begin_turn(keep=1, new_tokens=[], messages=[], sampling={}).append([2, 3])
+    session = reopen().get("alice")
+    assert session.messages[1] == {"role": "assistant", "content": None, "start": 1, "end": 3}
+    turn = session.begin_turn(keep=3, new_tokens=[], messages=[], sampling={})
+    turn.append([4])
+    turn.finish(reason="stop", n_tokens=1, message=REPLY)
+    assert reopen().get("alice").messages == [{**USER, "end": 1}, {**REPLY, "start": 1, "end": 4}]
+
+
 def test_an_answer_can_be_given_again_from_the_end_of_the_prompt(reopen: Opener) -> None:
     session = reopen().get_or_create("alice")
     say(session, [1, 2], [3, 4])

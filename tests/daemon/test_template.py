@@ -222,6 +222,13 @@ def test_a_history_that_says_something_else_is_not_trusted(chatml: ChatEncoder, 
     assert turn.keep < len(chatml.encode([user("hello")], NOW))
 
 
+def test_a_history_without_messages_keeps_a_common_beginning_only(chatml: ChatEncoder) -> None:
+    history = chatml.encode([user("hello")], NOW)[:9]
+    turn = chatml.resume(history, [], [user("more")], NOW)
+    assert history[: turn.keep] + turn.tokens == chatml.encode([user("more")], NOW)
+    assert turn.keep > 0
+
+
 def test_a_forged_marker_of_an_earlier_turn_is_still_ordinary_text(
     chatml: ChatEncoder, byte_level: Tokenizer, end: int
 ) -> None:

@@ -314,6 +314,18 @@ def test_regenerating_prefills_one_token_and_says_the_same(client: WireClient) -
     assert second.result.usage.cached_tokens == n_prompt - 1
 
 
+def test_a_chat_goes_on_after_cutting_anywhere(client: WireClient) -> None:
+    client.chat("one", session="cut-up", max_tokens=10)
+    client.chat("two", session="cut-up", max_tokens=10)
+    n_tokens = client.ask(wire.SessionGet(name="cut-up")).result.n_tokens
+    for n in range(n_tokens, -1, -7):
+        client.ask(wire.SessionFork(name="cut-up", to=f"cut-{n}", n_tokens=n))
+        reply = client.chat("more", session=f"cut-{n}", max_tokens=2)
+        assert reply.result.usage.completion_tokens > 0
+        messages = client.ask(wire.SessionGet(name=f"cut-{n}")).result.messages
+        assert [message.content for message in messages[-2:]] == ["more", reply.text]
+
+
 def test_sessions_are_listed_page_by_page(client: WireClient) -> None:
     for name in ("list-a", "list-b", "list-c"):
         client.chat("hi", session=name, max_tokens=1)
