@@ -131,14 +131,15 @@ class Killer:
         """Kills after a random number of answers; what arrived nevertheless still counts."""
         n_answers = self.random.choice([0, 1, self.random.randrange(2, 60)])
         answers: list[Answer] = []
+        id = self.client.send(request)
         try:
-            for answer in self.client.answers(self.client.send(request)):
+            for answer in self.client.answers(id):
                 answers.append(answer)
                 if len(answers) == n_answers:
                     break
             self.daemon.kill()
             while not (answers and answers[-1].final):
-                answers.append(next(self.client.answers(self.client.protocol._last_id)))
+                answers.append(next(self.client.answers(id)))
         except ConnectionLost:
             pass
         if answers and isinstance(answers[-1].body, Done):
