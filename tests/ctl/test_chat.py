@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -167,10 +168,11 @@ def test_in_a_terminal_ctrl_c_stops_and_ctrl_d_leaves(daemon: FakeDaemon, tmp_pa
 
 
 def _take_terminal() -> None:
-    """Makes the terminal the one that Ctrl-C comes from."""
+    """Makes the terminal the one that Ctrl-C comes from, and heeds it: a background job of a shell ignores it."""
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

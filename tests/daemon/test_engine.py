@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import Canceled, MemoryPageStore, Sampling
-from scheduler_rig import Rig, expected, tokens_of
 
 from colibri.daemon.engine import EngineThread
 from colibri.daemon.scheduler import Event, Failed, Finished, Request, Ticket, Token
 from colibri.protocol.errors import InternalError, InvalidRequest, Overloaded, ShuttingDown
+from support.fake_engine import Canceled, MemoryPageStore, Sampling
+from support.scheduler_rig import Rig, expected, tokens_of
 
 # Long enough for the slowest machine; nothing waits so long unless it is broken.
 PATIENCE_S = 60

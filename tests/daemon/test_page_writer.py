@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import MemoryPageStore
 
 from colibri.daemon.kv_types import PageWrite
 from colibri.daemon.page_writer import RETRY_AFTER_S, PageWriter
+from support.fake_engine import MemoryPageStore
 
 PATIENCE_S = 60
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, MemoryPageStore
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_rig import KEY, tokens_of
 
 from colibri.daemon import page_writer, pages, scheduler
 from colibri.daemon.kv_types import PAGE_TOKENS, Batch
 from colibri.daemon.pages import PageTable, SequencePages, common_length, numerics_key, page_id
+from support.fake_engine import FakeEngine, MemoryPageStore
+from support.scheduler_rig import KEY, tokens_of
 
 
 def table_of(n_pages: int = 8, store: MemoryPageStore | None = None, **options: Any) -> PageTable:

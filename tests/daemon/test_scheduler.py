@@ -9,8 +9,6 @@ import random
 from typing import Any
 
 import pytest
-from fake_engine import FakeNativeError, MemoryPageStore, NumericFailure, Sampling
-from scheduler_rig import REFERENCE, Call, Rig, expected, tokens_of
 
 from colibri.daemon import pages
 from colibri.daemon.scheduler import Event, Finished, Limits, Progress, Scored, Started, Token
@@ -23,6 +21,8 @@ from colibri.protocol.errors import (
     PromptTooLong,
     ShuttingDown,
 )
+from support.fake_engine import FakeNativeError, MemoryPageStore, NumericFailure, Sampling
+from support.scheduler_rig import REFERENCE, Call, Rig, expected, tokens_of
 
 DRAWN = Sampling(temperature=0.8, seed=11)
 PENALIZED = Sampling(temperature=0.8, seed=11, repetition_penalty=1.2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fake_engine import FakeEngine, MemoryPageStore, Reference, Sampling
-
 from colibri.daemon.pages import PageTable, numerics_key
 from colibri.daemon.scheduler import (
     Event,
@@ -20,6 +18,7 @@ from colibri.daemon.scheduler import (
     Ticket,
     Token,
 )
+from support.fake_engine import FakeEngine, MemoryPageStore, Reference, Sampling
 
 KEY = numerics_key(b"\x01" * 32, kv_format="f16", version=1)
 VOCABULARY = 1000
