@@ -162,7 +162,7 @@ def _undisturbed(model: str) -> list[list[int]]:
 
 
 def _turn(session: colibri.Session, text: str, say: Callable[[str], None]) -> colibri.Reply:
-    reply = session.chat(text, temperature=0, max_tokens=64)
+    reply = session.chat(text, temperature=0, max_tokens=160)
     say(f"  you      {text}\n  colibri  {reply.text.strip()}")
     return reply
 
