@@ -9,10 +9,13 @@
         reply = alice.chat("What did I ask you yesterday?")
         print(reply.text, reply.usage.cached_tokens)
 
+The same for asyncio is `colibri.aio`, which is loaded when it is first used.
 Every error is a ColibriError that says what is wrong, `where`, and as its `hint` what to do.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from .protocol.errors import (
     Cancelled,
@@ -45,6 +48,9 @@ from .protocol.messages import Scores, SessionInfo, SessionSummary, Timings, Usa
 from .replies import Piece, Reply, Stream
 from .sessions import Session
 from .sync import Client, connect
+
+if TYPE_CHECKING:
+    from . import aio as aio
 
 __all__ = [
     "Cancelled",
@@ -84,3 +90,12 @@ __all__ = [
     "Usage",
     "connect",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`colibri.aio`, when first asked for: asyncio takes longer to import than all the rest."""
+    if name != "aio":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return import_module(".aio", __name__)

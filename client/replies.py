@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
-from .protocol import Done, Failure, Progress
-from .protocol.errors import ColibriError, ConnectionLost
-from .protocol.messages import Completion, SessionState, Timings, Token, Usage
+from .protocol import Failure, Progress
+from .protocol.errors import Cancelled, ColibriError, ConnectionLost
+from .protocol.messages import Body, Completion, SessionState, Timings, Token, Usage
 from .transport import CANCEL_TIMEOUT_S, Transport
 
 # A piece of a reply: .text, .ids, and where asked for .logprobs and .top.
@@ -42,7 +42,77 @@ class Reply:
     top: list[list[tuple[int, float]]] | None = None
 
 
-class Stream(Iterator[Piece]):
+class Received:
+    """What has come of a reply; no I/O, so the streams of both clients share it."""
+
+    def __init__(self, on_progress: OnProgress | None, on_end: OnEnd | None) -> None:
+        """`on_end` is called once, with the reply, or None if it failed."""
+        self._on_progress = on_progress
+        self._on_end = on_end
+        self._pieces: list[Piece] = []
+        self._reply: Reply | None = None
+        self._error: ColibriError | None = None
+        self._open = True  # more is to come
+
+    @property
+    def text(self) -> str:
+        """What has come so far."""
+        return "".join(piece.text for piece in self._pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids that have come so far."""
+        return [token for piece in self._pieces for token in piece.ids]
+
+    def _take(self, body: Body) -> Piece | None:
+        """Takes an answer in; gives it back if it is a piece."""
+        if isinstance(body, Token):
+            self._pieces.append(body)
+            return body
+        if isinstance(body, Progress):
+            if self._on_progress is not None:
+                self._on_progress(body.prefilled, body.total)
+        elif isinstance(body, Failure):
+            self._end(None, body.error)
+        else:
+            self._end(self._whole(body.result), None)
+        return None
+
+    def _fail(self, error: ColibriError) -> None:
+        """The connection is gone: the error keeps what was received."""
+        error.extra |= {"text": self.text, "tokens": self.tokens}
+        self._end(None, error)
+
+    def _end(self, reply: Reply | None, error: ColibriError | None) -> None:
+        self._open = False
+        self._reply, self._error = reply, error
+        if self._on_end is not None:
+            self._on_end(reply)
+
+    def _ended_reply(self) -> Reply:
+        """The reply. Raises the error that ended it, if one did."""
+        if self._reply is None:
+            raise self._error or Cancelled("the reply was given up")
+        return self._reply
+
+    def _whole(self, done: Completion) -> Reply:
+        pieces = self._pieces
+        return Reply(
+            text=self.text,
+            tokens=self.tokens,
+            finish_reason=done.finish_reason,
+            usage=done.usage,
+            timings=done.timings,
+            seed=done.seed,
+            durable=done.durable,
+            session=done.session,
+            note=done.note,
+            logprobs=_joined([piece.logprobs for piece in pieces]),
+            top=_joined([piece.top for piece in pieces]),
+        )
+
+
+class Stream(Received, Iterator[Piece]):
     """The pieces of a reply as they come; one thread at a time.
 
     Leaving it early (break, an exception, Ctrl-C, close()) cancels the rest, and the connection stays usable:
@@ -61,58 +131,32 @@ class Stream(Iterator[Piece]):
         on_progress: OnProgress | None = None,
         on_end: OnEnd | None = None,
     ) -> None:
-        """Takes over request `id`. `on_end` is called once, with the reply, or None if it failed."""
+        """Takes over request `id`."""
+        super().__init__(on_progress, on_end)
         self._transport = transport
         self._id = id
         self._timeout_s = timeout_s
-        self._on_progress = on_progress
-        self._on_end = on_end
-        self._pieces: list[Piece] = []
-        self._reply: Reply | None = None
-        self._error: ColibriError | None = None
-        self._open = True
 
     def __next__(self) -> Piece:
-        if not self._open:
-            raise StopIteration
         try:
-            while True:
-                body = self._transport.receive(self._id, self._timeout_s)
-                if isinstance(body, Token):
-                    self._pieces.append(body)
-                    return body
-                if isinstance(body, Progress):
-                    if self._on_progress is not None:
-                        self._on_progress(body.prefilled, body.total)
-                    continue
-                self._end(body)
+            while self._open:
+                if piece := self._take(self._transport.receive(self._id, self._timeout_s)):
+                    return piece
                 if self._error is not None:
                     raise self._error
-                raise StopIteration
         except BaseException as error:
-            if isinstance(error, ColibriError) and self._transport.failed:
+            if self._open and isinstance(error, ColibriError) and self._transport.failed:
                 self._fail(error)
             self.close()
             raise
-
-    @property
-    def text(self) -> str:
-        """What has come so far."""
-        return "".join(piece.text for piece in self._pieces)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The token ids that have come so far."""
-        return [token for piece in self._pieces for token in piece.ids]
+        raise StopIteration
 
     @property
     def result(self) -> Reply:
         """The whole reply; reads what is still to come. Raises the error that ended the stream, if one did."""
         for _ in self:
             pass
-        if self._reply is None:
-            raise self._error or ConnectionLost("the reply was given up")
-        return self._reply
+        return self._ended_reply()
 
     def close(self) -> None:
         """Cancels what is still to come, and waits until the daemon has stopped. `result` is then what there is."""
@@ -121,11 +165,7 @@ class Stream(Iterator[Piece]):
         try:
             self._transport.cancel(self._id)
             while self._open:
-                body = self._transport.receive(self._id, CANCEL_TIMEOUT_S)
-                if isinstance(body, Token):
-                    self._pieces.append(body)
-                elif not isinstance(body, Progress):
-                    self._end(body)
+                self._take(self._transport.receive(self._id, CANCEL_TIMEOUT_S))
         except ColibriError as error:
             self._transport.fail(ConnectionLost("the daemon did not end a cancelled reply", hint="connect again"))
             self._fail(error)
@@ -146,39 +186,6 @@ class Stream(Iterator[Piece]):
         if getattr(self, "_open", False):
             self._open = False
             self._transport.drop(self._id)
-
-    def _end(self, body: Done | Failure) -> None:
-        self._open = False
-        if isinstance(body, Failure):
-            self._error = body.error
-        else:
-            self._reply = self._whole(body.result)
-        if self._on_end is not None:
-            self._on_end(self._reply)
-
-    def _fail(self, error: ColibriError) -> None:
-        """The connection is gone: the error keeps what was received."""
-        self._open = False
-        error.extra |= {"text": self.text, "tokens": self.tokens}
-        self._error = error
-        if self._on_end is not None:
-            self._on_end(None)
-
-    def _whole(self, done: Completion) -> Reply:
-        pieces = self._pieces
-        return Reply(
-            text=self.text,
-            tokens=self.tokens,
-            finish_reason=done.finish_reason,
-            usage=done.usage,
-            timings=done.timings,
-            seed=done.seed,
-            durable=done.durable,
-            session=done.session,
-            note=done.note,
-            logprobs=_joined([piece.logprobs for piece in pieces]),
-            top=_joined([piece.top for piece in pieces]),
-        )
 
 
 def _joined(parts: list[list[T] | None]) -> list[T] | None:

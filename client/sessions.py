@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Unpack
 
 from .protocol.errors import SessionExists, SessionNotFound
-from .protocol.messages import SessionDelete, SessionFork, SessionGet, SessionInfo, SessionTruncate
+from .protocol.messages import Completing, SessionDelete, SessionFork, SessionGet, SessionInfo, SessionTruncate
+from .requests import Messages, Options, Prompt, chat_request, generate_request
 
 if TYPE_CHECKING:
     from .replies import OnProgress, Reply, Stream
-    from .sync import Client, Messages, Options, Prompt
+    from .sync import Client
 
 
-class Session:
-    """A session, made or resumed: `str(session)` says which, how old and how long it is.
+class SessionView:
+    """What a client knows of a session, and what its next turn is to say; no I/O, so both clients share it.
 
     A session that was made exists in the daemon from its first turn on. `n_tokens`, `n_turns` and `age_s` are as of
     the last turn, or of opening it.
     """
 
-    def __init__(self, client: Client, name: str, *, resume: bool | None = None) -> None:
-        """Use Client.session(). Raises SessionNotFound, SessionExists."""
-        self._client = client
+    def __init__(self, name: str, info: SessionInfo | None, *, resume: bool | None) -> None:
+        """`info` is None where there is no such session yet. Raises SessionExists if there must be none."""
+        if info is not None and resume is False:
+            raise SessionExists("there is a session of this name", where=name, hint="resume it, or choose another")
         self.name = name
         self.n_tokens = 0
         self.n_turns = 0
         self.age_s = 0.0
         self.state = "new"
-        try:
-            info = self.info()
-        except SessionNotFound:
-            if resume:
-                raise
-            self.resumed = False
-        else:
-            if resume is False:
-                raise SessionExists("there is a session of this name", where=name, hint="resume it, or choose another")
-            self.resumed = True
+        self.resumed = info is not None
+        if info is not None:
             self._remember(info)
         # Told with every turn: a session that was made here must not turn out to be another program's, nor one that
         # was resumed be silently made anew after it was deleted.
@@ -52,6 +47,40 @@ class Session:
     def __repr__(self) -> str:
         return f"<{self}>"
 
+    def _addressed(self, request: Completing) -> Completing:
+        """The request as a turn of this session."""
+        return dataclasses.replace(request, session=self.name, resume=self._expected)
+
+    def _remember(self, info: SessionInfo) -> None:
+        self.n_tokens, self.n_turns, self.state = info.n_tokens, info.n_turns, info.state
+        self.age_s = max(0.0, time.time() - info.created)
+
+    def _turn_begun(self) -> None:
+        """From its first turn on the session may be there, whatever becomes of the turn."""
+        self._expected = self._expected or None
+
+    def _turn_ended(self, reply: Reply | None) -> None:
+        if reply is None or reply.session is None:
+            return
+        self._expected = True
+        self.n_tokens, self.n_turns = reply.session.n_tokens, reply.session.n_turns
+        self.age_s = reply.session.age_s
+
+
+class Session(SessionView):
+    """A session, made or resumed: `str(session)` says which, how old and how long it is."""
+
+    def __init__(self, client: Client, name: str, *, resume: bool | None = None) -> None:
+        """Use Client.session(). Raises SessionNotFound, SessionExists."""
+        self._client = client
+        info: SessionInfo | None = None
+        try:
+            info = client._call(SessionGet(name=name))
+        except SessionNotFound:
+            if resume:
+                raise
+        super().__init__(name, info, resume=resume)
+
     def chat(self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]) -> Reply:
         """Adds messages (a text is one of the user), and gives the whole reply."""
         return self.chat_stream(messages, on_progress=on_progress, **options).result
@@ -60,11 +89,11 @@ class Session:
         self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
     ) -> Stream:
         """Adds messages, and gives the reply in pieces."""
-        return self._client._chat(messages, options, self, on_progress)
+        return self._client._stream(chat_request(messages, options), on_progress, self)
 
     def generate(self, prompt: Prompt, *, on_progress: OnProgress | None = None, **options: Unpack[Options]) -> Stream:
         """Goes on with raw text or token ids, without the template; an empty prompt goes on from where it is."""
-        return self._client._generate(prompt, options, self, on_progress)
+        return self._client._stream(generate_request(prompt, options), on_progress, self)
 
     def info(self, *, include_tokens: bool = False) -> SessionInfo:
         """All that the daemon keeps of it: messages, times, counts, and where asked for the token ids."""
@@ -84,21 +113,6 @@ class Session:
     def delete(self) -> None:
         """Forgets it all. A later turn raises SessionNotFound."""
         self._client._call(SessionDelete(name=self.name))
-
-    def _remember(self, info: SessionInfo) -> None:
-        self.n_tokens, self.n_turns, self.state = info.n_tokens, info.n_turns, info.state
-        self.age_s = max(0.0, time.time() - info.created)
-
-    def _turn_begun(self) -> None:
-        """From its first turn on the session may be there, whatever becomes of the turn."""
-        self._expected = self._expected or None
-
-    def _turn_ended(self, reply: Reply | None) -> None:
-        if reply is None or reply.session is None:
-            return
-        self._expected = True
-        self.n_tokens, self.n_turns = reply.session.n_tokens, reply.session.n_turns
-        self.age_s = reply.session.age_s
 
 
 def counted(n: int, what: str) -> str:

@@ -1,25 +1,19 @@
-"""The sync client: connect(), Client and what its methods take."""
+"""The sync client: connect() and Client."""
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 from .protocol import default_socket_path
-from .protocol.errors import DaemonUnavailable, DeadlineExceeded, InvalidRequest
+from .protocol.errors import DeadlineExceeded
 from .protocol.messages import (
-    Chat,
-    Detokenize,
-    Generate,
+    Completing,
     Health,
-    Message,
     Model,
     Request,
-    Sampling,
-    Score,
     Scores,
     ServerInfo,
     SessionList,
@@ -31,35 +25,20 @@ from .protocol.messages import (
     Tokenize,
 )
 from .replies import OnProgress, Reply, Stream
+from .requests import (
+    CONNECT_TIMEOUT_S,
+    PAGE_SESSIONS,
+    Messages,
+    Options,
+    Prompt,
+    chat_request,
+    detokenize_request,
+    generate_request,
+    not_greeted,
+    score_request,
+)
 from .sessions import Session
 from .transport import Transport, open_socket
-
-Prompt = str | Iterable[int]
-# One text of the user, or messages as maps with role and content.
-Messages = str | Sequence[Mapping[str, str] | Message]
-
-CONNECT_TIMEOUT_S = 10.0
-
-
-class Options(TypedDict, total=False):
-    """What generate and chat take besides their input; docs/protocol.md says what each means."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    logit_bias: Mapping[int, float]
-    stop: Sequence[str] | str
-    logprobs: int
-    deadline_s: float
-
-
-_SAMPLING = frozenset(Sampling.__dataclass_fields__)
 
 
 def connect(
@@ -81,9 +60,7 @@ def connect(
         server = transport.greet(client, None if deadline is None else max(0.0, deadline - time.monotonic()))
     except DeadlineExceeded:
         transport.close()
-        raise DaemonUnavailable(
-            f"no greeting within {timeout_s:g} s", where=path, hint="is this colibrid's socket, and is it overloaded?"
-        ) from None
+        raise not_greeted(path, timeout_s) from None
     except BaseException:
         transport.close()
         raise
@@ -128,17 +105,17 @@ class Client:
         `parse_special`: text like <|im_end|> becomes control tokens. `on_progress(prefilled, total)` is called while
         a long prompt is read.
         """
-        return self._generate(prompt, options, None, on_progress, parse_special)
+        return self._stream(generate_request(prompt, options, parse_special=parse_special), on_progress)
 
     def chat(self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]) -> Reply:
         """Answers a whole conversation (a text is one message of the user) and keeps nothing; see session()."""
-        return self._chat(messages, options, None, on_progress).result
+        return self.chat_stream(messages, on_progress=on_progress, **options).result
 
     def chat_stream(
         self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
     ) -> Stream:
         """Like chat, in pieces."""
-        return self._chat(messages, options, None, on_progress)
+        return self._stream(chat_request(messages, options), on_progress)
 
     def session(self, name: str, *, resume: bool | None = None) -> Session:
         """Opens a session; what it gives says whether it was made or resumed, how old and how long it is.
@@ -152,16 +129,15 @@ class Client:
         found: list[SessionSummary] = []
         after: str | None = None
         while True:
-            page: SessionPage = self._call(SessionList(after=after, limit=1000))
+            page: SessionPage = self._call(SessionList(after=after, limit=PAGE_SESSIONS))
             found += page.sessions
             if page.next is None:
                 return found
             after = page.next
 
-    def score(self, tokens: Prompt) -> Scores:
+    def score(self, tokens: Prompt, *, deadline_s: float | None = None) -> Scores:
         """The log-probability of each token after those before it: one fewer than the tokens. Takes text too."""
-        request = Score(text=tokens) if isinstance(tokens, str) else Score(tokens=_ids(tokens))
-        scores: Scores = self._call(request)
+        scores: Scores = self._call(score_request(tokens, deadline_s))
         return scores
 
     def tokenize(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
@@ -171,7 +147,7 @@ class Client:
 
     def detokenize(self, tokens: Iterable[int]) -> str:
         """The text of token ids."""
-        result: Text = self._call(Detokenize(tokens=_ids(tokens)))
+        result: Text = self._call(detokenize_request(tokens))
         return result.text
 
     def stats(self) -> dict[str, Any]:
@@ -189,25 +165,9 @@ class Client:
     def _call(self, request: Request) -> Any:
         return self._transport.call(request, self._reply_timeout_s).result
 
-    def _generate(
-        self,
-        prompt: Prompt,
-        options: Options,
-        session: Session | None,
-        on_progress: OnProgress | None,
-        parse_special: bool = False,
-    ) -> Stream:
-        source = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": _ids(prompt)}
-        request = Generate(**source, parse_special=parse_special, **_common(options, session))
-        return self._stream(request, session, on_progress)
-
-    def _chat(
-        self, messages: Messages, options: Options, session: Session | None, on_progress: OnProgress | None
-    ) -> Stream:
-        request = Chat(messages=_messages(messages), **_common(options, session))
-        return self._stream(request, session, on_progress)
-
-    def _stream(self, request: Request, session: Session | None, on_progress: OnProgress | None) -> Stream:
+    def _stream(self, request: Completing, on_progress: OnProgress | None, session: Session | None = None) -> Stream:
+        if session is not None:
+            request = session._addressed(request)
         id = self._transport.send(request)
         if session is not None:
             session._turn_begun()
@@ -218,37 +178,3 @@ class Client:
             on_progress=on_progress,
             on_end=None if session is None else session._turn_ended,
         )
-
-
-def _common(options: Options, session: Session | None) -> dict[str, Any]:
-    """Options as the fields of a request: those of sampling apart, those that are None left out."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if unknown := given.keys() - Options.__annotations__.keys():
-        raise TypeError(
-            f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(sorted(Options.__annotations__))}"
-        )
-    sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING}
-    if isinstance(stop := given.get("stop"), str):
-        given["stop"] = [stop]
-    elif stop is not None:
-        given["stop"] = list(stop)  # type: ignore[call-overload]
-    if session is not None:
-        given |= {"session": session.name, "resume": session._expected}
-    return given | {"sampling": Sampling(**sampling)}  # type: ignore[arg-type]
-
-
-def _messages(messages: Messages) -> list[Message]:
-    if isinstance(messages, str):
-        return [Message(role="user", content=messages)]
-    return [
-        message if isinstance(message, Message) else Message.from_wire(dict(message), f"messages[{i}]")
-        for i, message in enumerate(messages)
-    ]
-
-
-def _ids(tokens: Iterable[int]) -> list[int]:
-    """Token ids as plain integers: numpy's are welcome."""
-    try:
-        return [operator.index(token) for token in tokens]
-    except TypeError as error:
-        raise InvalidRequest(f"must be token ids: {error}", where="tokens") from None

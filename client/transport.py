@@ -21,8 +21,9 @@ from collections.abc import Callable
 from threading import Condition, Lock
 
 from .protocol import Answer, ClientProtocol, ConnectionFailed, Done, Failure
-from .protocol.errors import ColibriError, ConnectionLost, DaemonUnavailable, DeadlineExceeded
+from .protocol.errors import ColibriError, ConnectionLost, DeadlineExceeded
 from .protocol.messages import Body, Cancel, Request, ServerInfo
+from .requests import unavailable
 
 # What the kernel hands over at once; a step's tokens are far smaller.
 _READ_BYTES = 64 << 10
@@ -273,26 +274,11 @@ def open_socket(path: str, timeout_s: float | None) -> socket.socket:
         sock.connect(path)
     except OSError as error:
         sock.close()
-        raise _unavailable(path, error) from None
+        raise unavailable(path, error) from None
     except BaseException:
         sock.close()
         raise
     return sock
-
-
-def _unavailable(path: str, error: OSError) -> DaemonUnavailable:
-    start = "start it with: colibrid --model MODEL.colibri"
-    if isinstance(error, FileNotFoundError):
-        words, hint = "no daemon listens here", start
-    elif isinstance(error, ConnectionRefusedError):
-        words, hint = "the socket is there, but no daemon answers", start
-    elif isinstance(error, PermissionError):
-        words, hint = "this user may not connect", "run as the daemon's user, or start it with --socket-group"
-    elif isinstance(error, TimeoutError):
-        words, hint = "the daemon does not accept connections", "is it overloaded or stopped?"
-    else:
-        words, hint = f"cannot connect: {error.strerror or error}", "set COLIBRI_SOCKET to the daemon's socket"
-    return DaemonUnavailable(words, where=path, hint=hint)
 
 
 def _time_left(deadline: float | None) -> float | None:

@@ -180,8 +180,8 @@ class _Connection:
 class ServerProtocol(_Connection):
     """The daemon's end: gives out requests, takes answers.
 
-    Requests may be in flight together, at most `max_requests` of them (more are BadRequests with Overloaded; cancel
-    is always let through). Ids rise from request to request, so that none is used twice.
+    Requests may be in flight together, at most `max_requests` of them (more are BadRequests with Overloaded; a
+    cancel is always let through and counts for none). Ids rise from request to request, so that none is used twice.
     """
 
     _transitions = SERVER_TRANSITIONS
@@ -192,6 +192,7 @@ class ServerProtocol(_Connection):
         self._max_requests = max_requests
         self._last_id = 0
         self._streams: dict[int, bool] = {}  # requests in flight: whether they may be answered with tokens
+        self._cancels: set[int] = set()  # those of them that are cancels
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -237,6 +238,7 @@ class ServerProtocol(_Connection):
                 del left[answer.id]
         data = _encode_answers(answers, self._frame_bytes)
         self._streams = left
+        self._cancels &= left.keys()
         return data
 
     def send_failure(self, error: ColibriError) -> bytes:
@@ -265,6 +267,8 @@ class ServerProtocol(_Connection):
             self._streams[id] = False
             return BadRequest(id, error)
         self._streams[id] = request.streams
+        if isinstance(request, Cancel):
+            self._cancels.add(id)
         return RequestReceived(id, request)
 
     def _receive_hello(self, id: int, op: Any, fields: dict[str, Any]) -> ServerEvent:
@@ -292,9 +296,10 @@ class ServerProtocol(_Connection):
         return RequestReceived(id, hello)
 
     def _check_room(self, request: Request) -> None:
-        if len(self._streams) >= self._max_requests and not isinstance(request, Cancel):
+        n_busy = len(self._streams) - len(self._cancels)
+        if n_busy >= self._max_requests and not isinstance(request, Cancel):
             raise Overloaded(
-                f"{len(self._streams)} requests are in flight on this connection",
+                f"{n_busy} requests are in flight on this connection",
                 where="connection",
                 hint="wait for one to end, or use another connection",
                 limit=self._max_requests,

@@ -22,6 +22,7 @@ DEFAULT_MAX_TOKENS = 256
 _COUNT = records.integer(0, (1 << 63) - 1)
 _SECONDS = records.number(0, 1e12)
 _LABEL = records.text(max_bytes=64, empty=False)
+_DEADLINE = records.number(0, 1e7, above_low=True)
 
 
 def _record(cls: type[Record]) -> records.Check:
@@ -110,7 +111,7 @@ class Completing(Request):
     sampling: Sampling = field(_record(Sampling), Sampling())
     stop: list[str] | None = field(records.array(records.text(max_bytes=1024, empty=False), max_items=16), None)
     logprobs: int | None = field(records.integer(0, MAX_LOGPROBS), None)
-    deadline_s: float | None = field(records.number(0, 1e7, above_low=True), None)
+    deadline_s: float | None = field(_DEADLINE, None)
 
     def validate(self, where: str) -> None:
         if self.resume is not None and self.session is None:
@@ -153,6 +154,7 @@ class Score(Request):
     op = "score"
     tokens: list[int] | None = field(records.token_ids, None)
     text: str | None = field(records.text(), None)
+    deadline_s: float | None = field(_DEADLINE, None)
 
     def validate(self, where: str) -> None:
         if (self.tokens is None) == (self.text is None):

@@ -323,3 +323,11 @@ def test_both_ends_agree_on_hello() -> None:
     client, server = greeted_pair()
     assert client.state is server.state is State.OPEN
     assert client.server == SERVER_INFO
+
+
+def test_a_cancel_takes_no_room_of_requests() -> None:
+    server = opened(max_requests=1)
+    server.receive_data(request(2, "generate", prompt="a") + request(3, "cancel", target=2))
+    server.send(Answer(2, Done(completion("cancelled"))))
+    (event,) = server.receive_data(request(4, "health"))
+    assert isinstance(event, RequestReceived)

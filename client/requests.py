@@ -1,0 +1,115 @@
+"""What the methods of both clients take, and the requests that they make of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from .protocol.errors import DaemonUnavailable, InvalidRequest
+from .protocol.messages import Chat, Detokenize, Generate, Message, Sampling, Score
+
+Prompt = str | Iterable[int]
+# One text of the user, or messages as maps with role and content.
+Messages = str | Sequence[Mapping[str, str] | Message]
+
+CONNECT_TIMEOUT_S = 10.0
+# Of session.list: few round trips, and far from the limit of a frame.
+PAGE_SESSIONS = 1000
+
+
+class Options(TypedDict, total=False):
+    """What generate and chat take besides their input; docs/protocol.md says what each means."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    stop: Sequence[str] | str
+    logprobs: int
+    deadline_s: float
+
+
+_SAMPLING = frozenset(Sampling.__dataclass_fields__)
+
+
+def generate_request(prompt: Prompt, options: Options, *, parse_special: bool = False) -> Generate:
+    """Raises TypeError for an unknown option; values are checked when it is sent."""
+    source = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": _ids(prompt)}
+    return Generate(**source, parse_special=parse_special, **_common(options))
+
+
+def chat_request(messages: Messages, options: Options) -> Chat:
+    """Raises TypeError for an unknown option, InvalidRequest for a wrong message."""
+    return Chat(messages=_messages(messages), **_common(options))
+
+
+def score_request(tokens: Prompt, deadline_s: float | None) -> Score:
+    """Of text or token ids."""
+    source = {"text": tokens} if isinstance(tokens, str) else {"tokens": _ids(tokens)}
+    return Score(**source, deadline_s=deadline_s)
+
+
+def detokenize_request(tokens: Iterable[int]) -> Detokenize:
+    return Detokenize(tokens=_ids(tokens))
+
+
+def _common(options: Options) -> dict[str, Any]:
+    """Options as the fields of a request: those of sampling apart, those that are None left out."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := given.keys() - Options.__annotations__.keys():
+        raise TypeError(
+            f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(sorted(Options.__annotations__))}"
+        )
+    sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING}
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = [stop]
+    elif stop is not None:
+        given["stop"] = list(stop)  # type: ignore[call-overload]
+    return given | {"sampling": Sampling(**sampling)}  # type: ignore[arg-type]
+
+
+def _messages(messages: Messages) -> list[Message]:
+    if isinstance(messages, str):
+        return [Message(role="user", content=messages)]
+    return [
+        message if isinstance(message, Message) else Message.from_wire(dict(message), f"messages[{i}]")
+        for i, message in enumerate(messages)
+    ]
+
+
+def _ids(tokens: Iterable[int]) -> list[int]:
+    """Token ids as plain integers: numpy's are welcome."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise InvalidRequest(f"must be token ids: {error}", where="tokens") from None
+
+
+def unavailable(path: str, error: OSError) -> DaemonUnavailable:
+    """Why nobody could be reached at `path`, and what to do."""
+    start = "start it with: colibrid --model MODEL.colibri"
+    if isinstance(error, FileNotFoundError):
+        words, hint = "no daemon listens here", start
+    elif isinstance(error, ConnectionRefusedError):
+        words, hint = "the socket is there, but no daemon answers", start
+    elif isinstance(error, PermissionError):
+        words, hint = "this user may not connect", "run as the daemon's user, or start it with --socket-group"
+    elif isinstance(error, TimeoutError):
+        words, hint = "the daemon does not accept connections", "is it overloaded or stopped?"
+    else:
+        words, hint = f"cannot connect: {error.strerror or error}", "set COLIBRI_SOCKET to the daemon's socket"
+    return DaemonUnavailable(words, where=path, hint=hint)
+
+
+def not_greeted(path: str, timeout_s: float | None) -> DaemonUnavailable:
+    """Somebody accepted, and said nothing."""
+    return DaemonUnavailable(
+        f"no greeting within {timeout_s or 0:g} s", where=path, hint="is this colibrid's socket, and is it overloaded?"
+    )
