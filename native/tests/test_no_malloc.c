@@ -2,6 +2,7 @@
  * Law 4: after a context is open, nothing allocates. malloc and its kin, and mmap, are replaced by counting ones in this program, and so for
  * the library.
  */
+#include <errno.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <sys/mman.h>
@@ -46,12 +47,19 @@ void *aligned_alloc(size_t alignment, size_t n) {
     return __libc_memalign(alignment, n);
 }
 
+int posix_memalign(void **p, size_t alignment, size_t n) {
+    n_allocations++;
+    *p = __libc_memalign(alignment, n);
+    return *p ? 0 : ENOMEM;
+}
+
 void *mmap(void *address, size_t n, int protection, int flags, int fd, off_t offset) {
     n_allocations++;
     return (void *)syscall(SYS_mmap, address, n, protection, flags, fd, offset);
 }
 
 static struct test_batch batch;
+static int32_t routing[BATCH_ROWS * TINY_LAYERS * TINY_TOP_K];
 
 static void use_everything(colibri_context_t *ctx, const int32_t *tokens, uint8_t *page) {
     batch_clear(&batch);
@@ -59,14 +67,21 @@ static void use_everything(colibri_context_t *ctx, const int32_t *tokens, uint8_
     batch_add(&batch, tokens, 0, 1, 4);
     batch.flags[59] = COLIBRI_ROW_LOGITS | COLIBRI_ROW_SCORE;
     batch.flags[20] = COLIBRI_ROW_SCORE;
-    CHECK_CODE(batch_run(ctx, &batch), COLIBRI_OK);
+    colibri_batch_t view = batch_view(&batch);
+    view.routing = routing;
+    CHECK_CODE(colibri_forward(ctx, &view), COLIBRI_OK);
+    CHECK(colibri_logits(ctx, 0) != NULL);
     const float bias = 1;
+    const uint32_t allowed[(TINY_VOCABULARY + 31) / 32] = {0xfffffff0, 0xffff};
     colibri_sampling_t sampling = {.struct_bytes = sizeof sampling,
                                    .temperature = 1,
                                    .top_p = 0.9f,
                                    .top_k = 50,
                                    .min_p = 0.01f,
                                    .repetition_penalty = 1.1f,
+                                   .presence_penalty = 0.1f,
+                                   .frequency_penalty = 0.1f,
+                                   .allowed = allowed,
                                    .history = tokens,
                                    .n_history = 60,
                                    .bias_ids = tokens,
@@ -79,12 +94,14 @@ static void use_everything(colibri_context_t *ctx, const int32_t *tokens, uint8_
     size_t page_bytes = colibri_kv_page_bytes(ctx);
     CHECK_CODE(colibri_kv_save(ctx, 0, page, page_bytes, &checksum), COLIBRI_OK);
     CHECK_CODE(colibri_kv_load(ctx, 0, 32, page, page_bytes, checksum), COLIBRI_OK);
-    CHECK_CODE(colibri_kv_copy(ctx, 5, 0, 7), COLIBRI_OK);
+    CHECK_CODE(colibri_kv_load(ctx, 0, 32, page, page_bytes, checksum + 1), COLIBRI_E_CHECKSUM); /* a refusal allocates nothing either */
+    CHECK_CODE(colibri_kv_copy(ctx, 5, 1, 7), COLIBRI_OK);
     int32_t output[20];
     size_t n_output;
     CHECK_CODE(colibri_truncate(ctx, 0), COLIBRI_OK);
     CHECK_CODE(colibri_infer(ctx, tokens, 50, output, &n_output, 20, 1), COLIBRI_OK);
-    CHECK_CODE(colibri_infer(ctx, tokens, 0, output, &n_output, 20, 1), COLIBRI_E_INVALID); /* a refusal allocates nothing either */
+    CHECK_CODE(colibri_infer(ctx, tokens, 0, output, &n_output, 20, 1), COLIBRI_E_INVALID);
+    colibri_cancel(ctx);
 }
 
 static void test_nothing_allocates_after_open(uint32_t format) {
