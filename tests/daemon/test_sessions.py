@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri.daemon.sessions import Session, Sessions, SessionSummary
-from colibri.kvstore import DataDir, Record, StoreFull, TruthStore
+from colibri.daemon.sessions import Session, Sessions, SessionSummary, Turn
+from colibri.kvstore import DataDir, Record, StoreFull, TruthStore, truth
 from colibri.protocol import errors
 
 MODEL, TOKENIZER = b"m" * 32, b"t" * 32
@@ -467,3 +467,36 @@ def test_kill_9_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_kill_9_fifty_times_loses_nothing_acknowledged(tmp_path: Path) -> None:
     kill_at_random_moments(tmp_path, n_kills=50, seed=2)
+
+
+def test_every_commit_point_is_synced_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By RocksDB's own count of synced logs: a kill cannot tell, only a machine that loses power could."""
+    options = truth._options()
+    options.enable_statistics()
+    monkeypatch.setattr(truth, "_options", lambda: options)
+    store = TruthStore(tmp_path / "truth")
+    sessions = Sessions(store, model_fingerprint=MODEL, tokenizer_fingerprint=TOKENIZER)
+
+    def n_syncs() -> int:
+        line = next(line for line in options.get_statistics().splitlines() if line.startswith("rocksdb.wal.synced "))
+        return int(line.rsplit(maxsplit=1)[-1])
+
+    def syncs(action: Callable[[], object]) -> int:
+        before = n_syncs()
+        action()
+        return n_syncs() - before
+
+    session = sessions.get_or_create("s")
+    turns: list[Turn] = []
+
+    def begin() -> None:
+        turns.append(session.begin_turn(keep=0, new_tokens=[1, 2], messages=[USER], sampling={}))
+
+    assert syncs(lambda: sessions.get_or_create("another")) == 1
+    assert syncs(begin) == 1
+    assert syncs(lambda: turns[0].append([3, 4])) == 0
+    assert syncs(lambda: turns[0].finish(reason="stop", n_tokens=2, message=REPLY)) == 1
+    assert syncs(lambda: sessions.fork("s", "fork")) == 1
+    assert syncs(lambda: sessions.truncate("s", 1)) == 1
+    assert syncs(lambda: sessions.delete("fork")) == 1
+    store.close()
