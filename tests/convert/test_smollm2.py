@@ -5,18 +5,22 @@ where that is set."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from colibri import connect
 from colibri.convert import convert
 from colibri.native import ROW_LOGITS, Batch, Context, Model
+from support.daemon import DaemonProcess
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
@@ -68,19 +72,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["f32", "q8"])
-def model(checkpoint: Path, request: pytest.FixtureRequest) -> Any:
-    path = checkpoint.with_name(f"{checkpoint.name}-{request.param}.colibri")
-    convert(checkpoint, path, quantize=request.param)
-    with Model(path) as opened:
-        yield opened
+@pytest.fixture(scope="module")
+def converted(checkpoint: Path) -> Callable[[str], Path]:
+    """The .colibri file in a format, made once."""
+
+    @functools.cache
+    def path_of(quantize: str) -> Path:
+        path = checkpoint.with_name(f"{checkpoint.name}-{quantize}.colibri")
+        convert(checkpoint, path, quantize=quantize)
+        return path
+
+    return path_of
 
 
 @pytest.fixture(scope="module")
-def f32_model(checkpoint: Path) -> Any:
-    path = checkpoint.with_name(f"{checkpoint.name}-f32.colibri")
-    convert(checkpoint, path, quantize="f32")
-    with Model(path) as opened:
+def f32_model(converted: Callable[[str], Path]) -> Iterator[Model]:
+    with Model(converted("f32")) as opened:
         yield opened
 
 
@@ -114,10 +121,17 @@ def test_the_tokenizer_gives_the_tokens_of_the_gguf_file(checkpoint: Path, token
         assert tokenizer(text).input_ids == reference(text).input_ids
 
 
-def test_the_capital_of_france_is_paris(model: Model, tokenizer: Any) -> None:
-    answer = continue_greedily(model, render(tokenizer, ("user", "Name the capital of France.")))
-    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
-    assert answer[-1] in model.info.end_tokens
+@pytest.mark.parametrize("quantize", ["f32", "q8"])
+def test_the_capital_of_france_is_paris(converted: Callable[[str], Path], tmp_path: Path, quantize: str) -> None:
+    """Asked through the socket, and again after kill -9."""
+    question = "Name the capital of France."
+    with DaemonProcess(converted(quantize), tmp_path) as daemon:
+        with connect(str(daemon.socket)) as client:
+            reply = client.session("geography").chat(question, temperature=0)
+        assert (reply.text, reply.finish_reason) == ("The capital of France is Paris.", "stop")
+        daemon.kill()
+    with daemon, connect(str(daemon.socket)) as client:
+        assert "Rome" in client.session("geography", resume=True).chat("And of Italy?", temperature=0).text
 
 
 def test_greedy_tokens_equal_those_of_transformers(checkpoint: Path, f32_model: Model, tokenizer: Any) -> None:
