@@ -18,7 +18,7 @@ wrong (an answer to nobody's request, a request before hello) is a ProtocolMisus
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -48,8 +48,14 @@ from .messages import (
     ServerInfo,
     Token,
 )
-from .records import integer, mapping
+from .records import Record, integer, mapping
 
+# What an array of a result holds in one answer; longer ones come in parts. Far from every limit of a frame.
+PART_ITEMS = 1 << 16
+# Small answers share a frame up to this: so few bytes cannot hold more maps and arrays than a frame may.
+JOINED_BYTES = 1 << 20
+# What a client joins of an answer's parts: a text of 16 MiB has no more tokens than that.
+MAX_JOINED_ITEMS = 1 << 24
 # Enough for a program with many threads; more wait in the program, not in the daemon.
 MAX_REQUESTS_PER_CONNECTION = 64
 
@@ -222,7 +228,7 @@ class ServerProtocol(_Connection):
         return self.send(Answer(id, Done(info)))
 
     def send(self, *answers: Answer) -> bytes:
-        """The bytes of answers, together in one frame where the limit allows.
+        """The bytes of answers, together in one frame where the limit allows; long results are sent in parts.
 
         Raises ProtocolMisuse for a request that is not in flight, FrameTooLarge (with `where` the id) for a single
         answer over the limit, and has then changed nothing: the request can still be answered with a Failure.
@@ -316,6 +322,7 @@ class ClientProtocol(_Connection):
         self._frame_bytes = frame_bytes
         self._last_id = 0
         self._requests: dict[int, Request] = {}
+        self._parts: dict[int, dict[str, list[Any]]] = {}  # of results, until done comes
         self.server: ServerInfo | None = None  # what hello was answered with
 
     @property
@@ -368,7 +375,9 @@ class ClientProtocol(_Connection):
         """One frame's answers, in order; a wrong one ends the connection, those before it count."""
         try:
             for wire in _read_answers(message):
-                events.append(self._receive_answer(wire))
+                event = self._receive_answer(wire)
+                if event is not None:
+                    events.append(event)
                 if self.state is State.FAILED:
                     return
         except ProtocolError as error:
@@ -378,13 +387,20 @@ class ClientProtocol(_Connection):
                 self._fail(ProtocolError(f"the daemon's answer is wrong: {error.message}", where=error.where))
             )
 
-    def _receive_answer(self, wire: dict[str, Any]) -> ClientEvent:
+    def _receive_answer(self, wire: dict[str, Any]) -> ClientEvent | None:
+        """What an answer means; None for a part of a result."""
         id = wire.get("id")
         if type(id) is int and id == 0 and "error" in wire:
             return self._fail(ColibriError.from_wire(mapping(wire["error"], "error")))
         request = self._requests.get(id) if type(id) is int else None
         if type(id) is not int or request is None:
             raise ProtocolError("an answer to no request of ours", where="id")
+        if "data" in wire:
+            _join_part(self._parts.setdefault(id, {}), wire["data"])
+            return None
+        if "done" in wire and (parts := self._parts.pop(id, None)):
+            _join_part(parts, {name: items for name, items in wire["done"].items() if name in parts})
+            wire = wire | {"done": wire["done"] | parts}
         answer = Answer(id, _read_body(wire, request))
         if isinstance(answer.body, Done) and isinstance(request, Hello):
             self._take(Step.RECEIVE_WELCOME)
@@ -395,6 +411,7 @@ class ClientProtocol(_Connection):
             self._take(Step.RECEIVE_ANSWER)
         if answer.final:
             del self._requests[id]
+            self._parts.pop(id, None)
         return answer
 
 
@@ -434,7 +451,7 @@ def _read_body(wire: dict[str, Any], request: Request) -> Body:
     """The body of an answer. Raises InvalidRequest or ProtocolError."""
     kinds = wire.keys() & {"token", "progress", "done", "error"}
     if len(kinds) != 1:
-        raise ProtocolError("an answer must hold one of token, progress, done, error", where="answer")
+        raise ProtocolError("an answer must hold one of token, progress, data, done, error", where="answer")
     kind = kinds.pop()
     if kind == "done":
         return Done(request.read_result(wire["done"]))
@@ -445,20 +462,59 @@ def _read_body(wire: dict[str, Any], request: Request) -> Body:
     return Token.from_wire(wire["token"], "token") if kind == "token" else Progress.from_wire(wire[kind], kind)
 
 
+def _join_part(joined: dict[str, list[Any]], part: Any) -> None:
+    """Appends the arrays of a part. Raises ProtocolError for what is none, or too much."""
+    for name, items in mapping(part, "data").items():
+        if type(items) is not list:
+            raise ProtocolError("a part of a result must hold arrays", where=f"data.{name[:40]}")
+        joined.setdefault(name, []).extend(items)
+        if len(joined[name]) > MAX_JOINED_ITEMS:
+            raise ProtocolError(f"a result has more than {MAX_JOINED_ITEMS} items", where=f"data.{name[:40]}")
+
+
 def _encode_answers(answers: Iterable[Answer], limit: int) -> bytes:
-    """Frames of as many answers as the limit allows, in order. Raises FrameTooLarge for a single one over it."""
+    """Frames of as many answers as the limit allows, in order. Raises FrameTooLarge for what cannot be divided."""
     batches: list[list[bytes]] = []
     room = 0
     for answer in answers:
-        body = pack(answer.to_wire())
-        if not batches or len(body) > room:
-            batches.append([])
-            room = limit - _ENVELOPE_BYTES
-        batches[-1].append(body)
-        room -= len(body)
+        for wire in _in_parts(answer, limit):
+            body = pack(wire)
+            if not batches or len(body) > room:
+                batches.append([])
+                room = min(limit, JOINED_BYTES) - _ENVELOPE_BYTES
+            batches[-1].append(body)
+            room -= len(body)
     return b"".join(frame(batch[0] if len(batch) == 1 else _join(batch), limit) for batch in batches)
 
 
+def _in_parts(answer: Answer, limit: int) -> Iterator[dict[str, Any]]:
+    """An answer as it is sent: the long arrays of a result in `data` before `done`, where they are then empty."""
+    wire = answer.to_wire()
+    result = answer.body.result if isinstance(answer.body, Done) else None
+    names = result.arrays if isinstance(result, Record) else ()
+    arrays = {name: wire["done"][name] for name in names if wire["done"].get(name)}
+    if not arrays or (max(map(len, arrays.values())) <= PART_ITEMS and len(pack(wire)) <= limit):
+        yield wire
+        return
+    for name, items in arrays.items():
+        for part in _slices(items, limit - _PART_BYTES - len(name)):
+            yield {"id": answer.id, "data": {name: part}}
+    yield wire | {"done": wire["done"] | {name: [] for name in arrays}}
+
+
+def _slices(items: list[Any], room: int) -> Iterator[list[Any]]:
+    """An array cut to parts that fit in as many bytes, unless a single item does not."""
+    start = 0
+    while start < len(items):
+        part = items[start : start + PART_ITEMS]
+        while len(part) > 1 and len(pack({"": part})) > room:
+            part = part[: len(part) // 2]
+        yield part
+        start += len(part)
+
+
+# {"id": n, "data": {name: [ … ]}} around the items, name not counted.
+_PART_BYTES = 32
 # {"answers": [ … ]} around the bodies: a map of one, an 8-byte key, an array header.
 _ENVELOPE_BYTES = 1 + 8 + 5
 

@@ -128,7 +128,7 @@ class Generate(Completing):
 
     op = "generate"
     prompt: str | None = field(records.text(), None)
-    tokens: list[int] | None = field(records.token_ids, None)
+    tokens: list[int] | None = field(records.prompt_ids, None)
     parse_special: bool = field(records.boolean, False)
 
     def validate(self, where: str) -> None:
@@ -152,7 +152,7 @@ class Score(Request):
     """Asks for the log-probability of each token after those before it."""
 
     op = "score"
-    tokens: list[int] | None = field(records.token_ids, None)
+    tokens: list[int] | None = field(records.prompt_ids, None)
     text: str | None = field(records.text(), None)
     deadline_s: float | None = field(_DEADLINE, None)
 
@@ -180,7 +180,7 @@ class Tokenize(Request):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Detokenize(Request):
     op = "detokenize"
-    tokens: list[int] = field(records.token_ids)
+    tokens: list[int] = field(records.prompt_ids)
 
     @classmethod
     def read_result(cls, value: Any) -> Text:
@@ -364,12 +364,14 @@ def _logprobs(value: Any, where: str) -> list[float]:
 class Scores(Record):
     """`logprobs[i]` is that of `tokens[i + 1]` after `tokens[:i + 1]`."""
 
+    arrays = ("tokens", "logprobs")
     logprobs: list[float] = field(_logprobs)
     tokens: list[int] = field(records.token_ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenIds(Record):
+    arrays = ("tokens",)
     tokens: list[int] = field(records.token_ids)
 
 
@@ -400,7 +402,8 @@ class StoredMessage(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionInfo(SessionSummary):
-    messages: list[StoredMessage] = field(records.array(_record(StoredMessage), max_items=1 << 17))
+    arrays = ("messages", "tokens")
+    messages: list[StoredMessage] = field(records.array(_record(StoredMessage), max_items=1 << 24))
     tokens: list[int] | None = field(records.token_ids, None)
     note: str | None = field(records.text(), None)
 
@@ -409,6 +412,7 @@ class SessionInfo(SessionSummary):
 class SessionPage(Record):
     """A page of session.list; `next` is what to give as `after` for those that follow."""
 
+    arrays = ("sessions",)
     sessions: list[SessionSummary] = field(records.array(_record(SessionSummary), max_items=10_000))
     next: str | None = field(records.session_name, None)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from .errors import InvalidRequest
+from .frames import MAX_ARRAY
 
 Check = Callable[[Any, str], Any]
 Encode = Callable[[Any], Any]
@@ -29,6 +30,8 @@ class Record:
     """Base of all that is sent as a map. A field that is None is not sent."""
 
     strict: ClassVar[bool] = False
+    # Fields with arrays of any length: where they are long, an answer is sent in parts.
+    arrays: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_wire(cls, value: Any, where: str = "") -> Self:
@@ -142,6 +145,16 @@ def token_ids(value: Any, where: str) -> list[int]:
         for i, item in enumerate(value):
             check(item, f"{where}[{i}]")
     return value
+
+
+def prompt_ids(value: Any, where: str) -> list[int]:
+    """Token ids of a request, which is one frame: no more than an array may have there."""
+    ids = token_ids(value, where)
+    if len(ids) > MAX_ARRAY:
+        raise InvalidRequest(
+            f"must be at most {MAX_ARRAY} token ids, not {len(ids)}", where=where, hint="send less at once"
+        )
+    return ids
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
