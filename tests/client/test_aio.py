@@ -256,6 +256,32 @@ async def test_after_a_first_turn_that_was_cancelled_the_session_may_exist_or_no
     assert (await alice.chat("hi")).text == "You said: hi"
 
 
+async def test_a_task_may_be_cancelled_at_any_moment_and_takes_no_room_with_it(
+    c: colibri.aio.Client, daemon: FakeDaemon
+) -> None:
+    limit = SERVER_INFO.limits.requests_per_connection
+    tasks = set()
+    for n_rounds in range(48):
+        task: asyncio.Task[object]
+        if n_rounds % 2:
+            task = asyncio.create_task(c.chat("a", deadline_s=PATIENCE_S))
+        else:
+            task = asyncio.create_task(c.tokenize("a" * 250_000))  # more than the kernel takes at once
+        for _ in range(n_rounds % 16):
+            await asyncio.sleep(0)
+        task.cancel()
+        tasks.add(task)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(result, asyncio.CancelledError) for result in results)
+    daemon.script["generate"] = holding([])
+    held = [asyncio.create_task(c.generate("a").result()) for _ in range(limit)]
+    await told(daemon, Generate, limit)
+    assert c._transport._room.locked(), "exactly so many have room"
+    for task in held:
+        task.cancel()
+    assert await c.tokenize("ab") == [97, 98]
+
+
 # Many at once.
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from colibri.protocol import messages
+from colibri.protocol.connection import PART_ITEMS
 from colibri.protocol.errors import ColibriError
 from colibri.protocol.frames import MAX_ARRAY, MAX_CONTAINERS, MAX_DEPTH, MAX_MAP, FrameDecoder
 from colibri.protocol.messages import REQUESTS
@@ -78,6 +79,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     for limit in (MAX_ARRAY, MAX_MAP, MAX_CONTAINERS, MAX_DEPTH):
         assert f"{limit:,}" in frames
     assert "16 MiB by default; 64 KiB before" in frames
+    assert f"more than {PART_ITEMS:,} items" in DOC
 
 
 def test_the_example_frame_is_one() -> None:
