@@ -382,6 +382,7 @@ class Completer:
             sampling=self._sampling(request, seed),
             max_tokens=request.max_tokens,
             end_tokens=self._end_tokens,
+            n_replied=len(prompt.continues or ()),
             deadline=call.deadline,
         )
         self._engine.check(work)

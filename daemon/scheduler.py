@@ -158,7 +158,7 @@ class Request:
     """What to do with a sequence of tokens. `on_event` is called within `step`.
 
     `sampling` is a dataclass with the fields of colibri.native.Sampling; position, history and n_prompt are filled in
-    here.
+    here. The last `n_replied` tokens are the beginning of the reply, which goes on: penalties count them as generated.
     """
 
     tokens: list[int]
@@ -166,6 +166,7 @@ class Request:
     sampling: Any = None
     max_tokens: int = 256
     end_tokens: frozenset[int] = frozenset()
+    n_replied: int = 0
     score: bool = False
     deadline: float | None = None  # on the scheduler's clock (time.monotonic)
 
@@ -549,8 +550,9 @@ class Scheduler:
     @staticmethod
     def _sampling(ticket: Ticket) -> Any:
         """The request's parameters at this position. Penalties look at the history; the array itself, not a copy."""
+        n_prompt = ticket.n_prompt - ticket.request.n_replied
         return dataclasses.replace(
-            ticket.request.sampling, position=len(ticket.tokens), history=ticket.tokens, n_prompt=ticket.n_prompt
+            ticket.request.sampling, position=len(ticket.tokens), history=ticket.tokens, n_prompt=n_prompt
         )
 
     # -- departure ------------------------------------------------------------------------------------------------
