@@ -148,6 +148,58 @@ static void test_values_too_large_for_the_kv_format_are_counted_and_flag_their_r
     tiny_discard(&file);
 }
 
+static uint64_t checksum_of_page(colibri_context_t *ctx, uint32_t page, uint8_t *buffer) {
+    uint64_t checksum;
+    CHECK_CODE(colibri_kv_save(ctx, page, buffer, colibri_kv_page_bytes(ctx), &checksum), COLIBRI_OK);
+    return checksum;
+}
+
+/* Pages go from sequence to sequence, and a page may be loaded in part: what was there before leaves no trace. */
+static void test_a_page_that_is_used_again_has_the_bytes_of_a_fresh_one(void) {
+    struct tiny_model file;
+    colibri_model_t *model = tiny_open(&file, COLIBRI_FMT_F32, 0, 1);
+    colibri_context_t *ctx = open_plain(model, 0), *fresh = open_plain(model, 0);
+    size_t page_bytes = colibri_kv_page_bytes(ctx);
+    uint8_t *page = malloc(page_bytes);
+
+    batch_clear(&batch);
+    batch_add(&batch, tokens + 50, 0, 32, 3);
+    batch_add(&batch, tokens, 0, 32, 4);
+    CHECK_CODE(batch_run(ctx, &batch), COLIBRI_OK);
+    uint64_t whole = checksum_of_page(ctx, 4, page);
+    CHECK_CODE(colibri_kv_load(ctx, 5, 6, page, page_bytes, whole), COLIBRI_OK);
+
+    batch_clear(&batch);
+    batch_add(&batch, tokens, 0, 6, 3);
+    CHECK_CODE(batch_run(ctx, &batch), COLIBRI_OK);
+    CHECK_CODE(batch_run(fresh, &batch), COLIBRI_OK);
+    uint64_t expected = checksum_of_page(fresh, 3, page);
+    CHECK(expected != whole);
+    CHECK(checksum_of_page(ctx, 3, page) == expected);
+    CHECK(checksum_of_page(ctx, 5, page) == expected);
+    free(page);
+    colibri_context_close(fresh);
+    colibri_context_close(ctx);
+    colibri_model_close(model);
+    tiny_discard(&file);
+}
+
+static void test_equal_router_logits_choose_the_lower_experts(void) {
+    struct tiny_model file = tiny_build(COLIBRI_FMT_F32, 0, 1);
+    tiny_scale(&file, COLIBRI_T_ROUTER, 0, 0);
+    colibri_model_t *model = open_sealed(&file);
+    colibri_context_t *ctx = open_plain(model, 0);
+    int32_t routing[43 * TINY_LAYERS * TINY_TOP_K];
+    good_batch();
+    colibri_batch_t view = batch_view(&batch);
+    view.routing = routing;
+    CHECK_CODE(colibri_forward(ctx, &view), COLIBRI_OK);
+    for (size_t row = 0; row < 43; row++) CHECK(routing[row * TINY_LAYERS * TINY_TOP_K] == 0 && routing[row * TINY_LAYERS * TINY_TOP_K + 1] == 1);
+    colibri_context_close(ctx);
+    colibri_model_close(model);
+    tiny_discard(&file);
+}
+
 static void test_scores_are_the_log_probabilities_of_the_targets(void) {
     struct tiny_model file;
     colibri_model_t *model = tiny_open(&file, COLIBRI_FMT_F32, 0, 1);
@@ -192,6 +244,15 @@ static void test_a_caller_s_flush_to_zero_changes_nothing_and_is_restored(void) 
     CHECK((after & 0x8040) == 0x8040);
     CHECK(memcmp(expected, colibri_logits(ctx, 1), sizeof expected) == 0);
     colibri_context_close(ctx);
+
+    _mm_setcsr(flushing); /* which the threads of the pool inherit */
+    ctx = open_plain(model, COLIBRI_KV_F32);
+    _mm_setcsr(flushing & ~0x8040u);
+    for (int i = 0; i < 20; i++) { /* some thread takes part in some of them */
+        CHECK_CODE(batch_run(ctx, &batch), COLIBRI_OK);
+        CHECK(memcmp(expected, colibri_logits(ctx, 1), sizeof expected) == 0);
+    }
+    colibri_context_close(ctx);
     colibri_model_close(model);
     tiny_discard(&file);
 #endif
@@ -206,6 +267,8 @@ int main(void) {
     test_a_bad_batch_is_refused_by_name_and_changes_nothing();
     test_a_row_that_is_not_finite_is_flagged_and_its_neighbours_keep_their_bits();
     test_values_too_large_for_the_kv_format_are_counted_and_flag_their_row();
+    test_a_page_that_is_used_again_has_the_bytes_of_a_fresh_one();
+    test_equal_router_logits_choose_the_lower_experts();
     test_scores_are_the_log_probabilities_of_the_targets();
     test_a_caller_s_flush_to_zero_changes_nothing_and_is_restored();
     return 0;

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from colibri.kvstore import NotFound, Record, RecordCorrupt, StoreError, StoreFull, StoreVersionError, TruthStore
-from colibri.kvstore.rocks import Database
+from colibri.kvstore import NotFound, Record, RecordCorrupt, StoreError, StoreFull, StoreVersionError, TruthStore, truth
+from colibri.kvstore.rocks import Batch, Database
 
 
 def marker(name: str, turn: int) -> bytes:
@@ -124,16 +124,41 @@ def test_a_damaged_log_is_noticed_and_costs_named_turns_only(tmp_path: Path) -> 
     store.close()
 
 
-def test_a_record_that_is_gone_is_noticed_by_its_neighbours(tmp_path: Path) -> None:
-    for missing in range(4):
-        store = TruthStore(tmp_path / f"truth{missing}", reserve_bytes=0)
-        for turn in range(4):
-            add(store, "alice", turn)
-        store.commit("alice", [], previous=(3, 0), head={}, remove=[(missing, 0)], sync=True)
-        with pytest.raises(RecordCorrupt) as caught:
-            store.records("alice")
-        assert caught.value.turns == [missing]
-        store.close()
+def add_in_two_parts(store: TruthStore, name: str, turn: int) -> None:
+    records = [Record(turn, part, {"part": part}) for part in range(2)]
+    store.commit(name, records, previous=(turn - 1, 1) if turn else None, head={}, sync=True)
+
+
+@pytest.mark.parametrize("missing", [(turn, part) for turn in range(4) for part in range(2)])
+def test_a_record_that_is_gone_is_noticed_by_its_neighbours(tmp_path: Path, missing: tuple[int, int]) -> None:
+    """Between others, and at the end, where only the head knows of it."""
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    for turn in range(4):
+        add_in_two_parts(store, "alice", turn)
+    store.commit("alice", [], previous=(3, 1), head={}, remove=[missing], sync=True)
+    with pytest.raises(RecordCorrupt) as caught:
+        store.records("alice")
+    assert caught.value.turns == [missing[0]]
+    store.close()
+
+
+@pytest.mark.parametrize("change", ["a bit", "another's place"])
+def test_a_record_that_rocksdb_gives_back_changed_is_noticed(tmp_path: Path, change: str) -> None:
+    """Its checksums are of blocks on disk; ours go with the record, and with its place."""
+    written(tmp_path / "truth")
+    other = Database(tmp_path / "truth", truth._options())
+    values = dict(other.scan(b"alice\0\1"))
+    second, third = sorted(values)[1:3]
+    batch = Batch()
+    batch.put(third, values[second] if change == "another's place" else values[third][:-1] + b"!")
+    other.write(batch, sync=False)
+    other.close()
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    with pytest.raises(RecordCorrupt) as caught:
+        store.records("alice")
+    assert caught.value.turns == [2]
+    assert len(store.records("bob")) == 4
+    store.close()
 
 
 def test_a_record_of_a_later_version_is_refused_by_both_versions(
