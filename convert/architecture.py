@@ -28,6 +28,8 @@ class Architecture:
     flags: ArchFlag
     dense_width: int = 0
     dense_layers: frozenset[int] = field(default_factory=frozenset)
+    shared_width: int = 0
+    qkv_clip: float = 0.0
     router_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -75,18 +77,34 @@ class Architecture:
         }
         if ArchFlag.QK_NORM_HEAD in self.flags:
             shapes |= {Role.Q_NORM: (1, self.head_dim), Role.K_NORM: (1, self.head_dim)}
+        if ArchFlag.QK_NORM_WHOLE in self.flags:
+            shapes |= {Role.Q_NORM: (1, q_width), Role.K_NORM: (1, kv_width)}
         if ArchFlag.QKV_BIAS in self.flags:
             shapes |= {Role.Q_BIAS: (1, q_width), Role.K_BIAS: (1, kv_width), Role.V_BIAS: (1, kv_width)}
         if ArchFlag.O_BIAS in self.flags:
             shapes[Role.O_BIAS] = (1, self.hidden)
         shapes[Role.FFN_NORM] = (1, self.hidden)
-        if layer not in self.dense_layers:
-            return shapes | {Role.ROUTER: (self.n_experts, self.hidden)}
-        return shapes | {
+        return shapes | (self._dense_shapes() if layer in self.dense_layers else self._gate_shapes())
+
+    def _dense_shapes(self) -> dict[Role, tuple[int, int]]:
+        return {
             Role.DENSE_GATE: (self.dense_width, self.hidden),
             Role.DENSE_UP: (self.dense_width, self.hidden),
             Role.DENSE_DOWN: (self.hidden, self.dense_width),
         }
+
+    def _gate_shapes(self) -> dict[Role, tuple[int, int]]:
+        """Router and shared expert."""
+        shapes = {Role.ROUTER: (self.n_experts, self.hidden)}
+        if ArchFlag.SHARED_EXPERT in self.flags:
+            shapes |= {
+                Role.SHARED_GATE: (self.shared_width, self.hidden),
+                Role.SHARED_UP: (self.shared_width, self.hidden),
+                Role.SHARED_DOWN: (self.hidden, self.shared_width),
+            }
+        if ArchFlag.SHARED_GATED in self.flags:
+            shapes[Role.SHARED_EXPERT_GATE] = (1, self.hidden)
+        return shapes
 
     def expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         """[rows, cols] of gate, up and down, in the order of a block."""
@@ -94,13 +112,20 @@ class Architecture:
 
 
 _MATRICES = frozenset(
-    {Role.EMBEDDING, Role.HEAD, Role.Q, Role.K, Role.V, Role.O, Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN}
+    {
+        *(Role.EMBEDDING, Role.HEAD, Role.Q, Role.K, Role.V, Role.O),
+        *(Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN),
+        *(Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN),
+    }
 )
+# What decides: which experts a token goes to, and how much of the shared one it takes. SHARED_GATE is no such gate, but
+# the matrix that the shared expert gates its own neurons with.
+GATES = frozenset({Role.ROUTER, Role.SHARED_EXPERT_GATE})
 
 
 def tensor_format(role: Role, weights: Format) -> Format:
     """Gates stay in f32 tiles and vectors plain f32, whatever the weights become."""
-    if role is Role.ROUTER:
+    if role in GATES:
         return Format.F32
     return weights if role in _MATRICES else Format.VECTOR
 

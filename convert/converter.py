@@ -266,7 +266,9 @@ def _describe(header: npt.NDArray[np.void], architecture: Architecture) -> None:
     """Fills in the architecture fields."""
     for name in ("n_layers", "hidden", "vocabulary", "n_heads", "n_kv_heads", "head_dim", "n_experts", "top_k"):
         header[name] = getattr(architecture, name)
-    for name in ("expert_width", "dense_width", "max_positions", "rms_eps", "attention_scale", "router_scale"):
+    for name in ("expert_width", "shared_width", "dense_width", "max_positions"):
+        header[name] = getattr(architecture, name)
+    for name in ("rms_eps", "attention_scale", "router_scale", "qkv_clip"):
         header[name] = getattr(architecture, name)
     header["arch_flags"] = architecture.flags
     header["rotary_dim"] = architecture.rope.rotary_dim

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from colibri.native import checksum
 
-from .architecture import Architecture, tensor_specs
+from .architecture import GATES, Architecture, tensor_specs
 from .errors import ConfigError, ModelFileError
 from .format import (
     EXPERT_ALIGN,
@@ -45,6 +45,7 @@ from .format import (
 )
 from .rope import Rope
 
+_SHARED_ROLES = frozenset({Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN})
 _DENSE_ROLES = (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN)
 _ATTENTION_MATRICES = (Role.Q, Role.K, Role.V, Role.O)
 _ATTENTION_ROLES = (*_ATTENTION_MATRICES, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.O_BIAS)
@@ -64,7 +65,17 @@ _POSITIVE_FIELDS = (
 
 _POSITIVE_NUMBERS = ("rms_eps", "attention_scale", "rope_attention_factor", "router_scale")
 # What Architecture describes; a file with another flag was made by a later version.
-_READABLE_FLAGS = ArchFlag.TIED | ArchFlag.QK_NORM_HEAD | ArchFlag.QKV_BIAS | ArchFlag.O_BIAS | ArchFlag.NORM_TOPK
+_READABLE_FLAGS = (
+    ArchFlag.TIED
+    | ArchFlag.QK_NORM_HEAD
+    | ArchFlag.QK_NORM_WHOLE
+    | ArchFlag.QKV_BIAS
+    | ArchFlag.QKV_CLIP
+    | ArchFlag.O_BIAS
+    | ArchFlag.NORM_TOPK
+    | ArchFlag.SHARED_EXPERT
+    | ArchFlag.SHARED_GATED
+)
 _READABLE_FORMATS = frozenset(Format) - {Format.Q4}
 
 
@@ -214,11 +225,13 @@ class ModelFile:
         for name, limit in limits.items():
             if self[name] > limit:
                 raise self.error(f"{name} is {self[name]}, more than {limit}")
-        numbers = {name: self[name] for name in (*_POSITIVE_FIELDS, "dense_width")}
+        numbers = {name: self[name] for name in (*_POSITIVE_FIELDS, "dense_width", "shared_width")}
         mask = self.header["dense_layers"]
         dense = frozenset(i for i in range(MAX_LAYERS) if int(mask[i // 32]) >> i % 32 & 1)
         if dense and (max(dense) >= self["n_layers"] or self["dense_width"] == 0):
             raise self.error(f"dense_layers: layer {max(dense)} is not there, or dense_width is zero")
+        if bool(self["shared_width"]) != (ArchFlag.SHARED_EXPERT in ArchFlag(self["arch_flags"])):
+            raise self.error(f"shared_width is {self['shared_width']}, and the flag shared_expert says otherwise")
         try:
             architecture = Architecture(
                 **numbers,
@@ -227,6 +240,7 @@ class ModelFile:
                 flags=ArchFlag(self["arch_flags"]),
                 dense_layers=dense,
                 router_scale=float(self.header["router_scale"]),
+                qkv_clip=float(self.header["qkv_clip"]),
             )
         except ConfigError as error:
             raise self.error(f"its architecture cannot be: {error.where} {error.message}") from None
@@ -386,8 +400,12 @@ def _layer_plan(file: ModelFile, layer: int) -> LayerPlan:
 
 
 def _kind(role: int) -> str:
-    if role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER):
+    if role in (Role.EMBEDDING, Role.HEAD):
         return Role(role).name.lower()
+    if role in GATES:
+        return "router"
+    if role in _SHARED_ROLES:
+        return "shared experts"
     if role in _ATTENTION_ROLES:
         return "attention"
     return "dense layers" if role in _DENSE_ROLES else "norms and other vectors"

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from ..config import Config
 from ..errors import ConfigError, UnsupportedModel
-from . import mixtral, qwen3_moe
+from . import deepseek, mixtral, olmoe, qwen2_moe, qwen3_moe
 from .base import ExpertNames, Family
 
 __all__ = ["FAMILIES", "ExpertNames", "Family", "find"]
 
-FAMILIES: tuple[Family, ...] = (mixtral.FAMILY, qwen3_moe.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    mixtral.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    olmoe.FAMILY,
+    deepseek.FAMILY,
+)
 
 # Under one of these names every family known to us says how many experts it has.
 _EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -57,6 +57,47 @@ DECODER_NAMES: Mapping[Role, tuple[str, ...]] = {
     Role.FFN_NORM: ("model.layers.{layer}.post_attention_layernorm.weight",),
 }
 
+QKV_BIAS_NAMES: Mapping[Role, tuple[str, ...]] = {
+    Role.Q_BIAS: ("model.layers.{layer}.self_attn.q_proj.bias",),
+    Role.K_BIAS: ("model.layers.{layer}.self_attn.k_proj.bias",),
+    Role.V_BIAS: ("model.layers.{layer}.self_attn.v_proj.bias",),
+}
+
+O_BIAS_NAMES: Mapping[Role, tuple[str, ...]] = {Role.O_BIAS: ("model.layers.{layer}.self_attn.o_proj.bias",)}
+
+QK_NORM_NAMES: Mapping[Role, tuple[str, ...]] = {
+    Role.Q_NORM: ("model.layers.{layer}.self_attn.q_norm.weight",),
+    Role.K_NORM: ("model.layers.{layer}.self_attn.k_norm.weight",),
+}
+
+DENSE_NAMES: Mapping[Role, tuple[str, ...]] = {
+    Role.DENSE_GATE: ("model.layers.{layer}.mlp.gate_proj.weight",),
+    Role.DENSE_UP: ("model.layers.{layer}.mlp.up_proj.weight",),
+    Role.DENSE_DOWN: ("model.layers.{layer}.mlp.down_proj.weight",),
+}
+
+MLP_EXPERTS: tuple[ExpertNames, ...] = (
+    ExpertNames(
+        gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+        up="model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+        down="model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+    ),
+    ExpertNames(
+        gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
+        down="model.layers.{layer}.mlp.experts.down_proj",
+    ),
+)
+
+
+def dense_layers(config: Config, n_layers: int) -> frozenset[int]:
+    """As Qwen says it: layers without experts are those listed, and those that decoder_sparse_step leaves out."""
+    listed = config.integers("mlp_only_layers")
+    step = config.integer("decoder_sparse_step", default=1)
+    dense = frozenset(layer for layer in range(n_layers) if layer in listed or (layer + 1) % step)
+    if len(dense) == n_layers:
+        raise UnsupportedModel("leaves no layer with experts", where="config.json: mlp_only_layers")
+    return dense
+
 
 def refuse_other_activation(config: Config) -> None:
     """Experts are SwiGLU."""
@@ -65,13 +106,18 @@ def refuse_other_activation(config: Config) -> None:
         raise UnsupportedModel(f"is {activation!r}; experts run with silu only", where="config.json: hidden_act")
 
 
-def refuse_window(config: Config, window: int | None, max_positions: int) -> None:
-    """A sliding window as long as the context changes nothing; a shorter one is not implemented."""
+def refuse_window(config: Config, max_positions: int, *, always: bool = False) -> None:
+    """A sliding window as long as the context changes nothing; a shorter one is not implemented.
+
+    It counts where `use_sliding_window` says so, or `always`, in a family that has no such key.
+    """
+    window = config.integer("sliding_window", default=max_positions, low=0)
+    used = always or config.boolean("use_sliding_window", False)
     layer_types = config.get("layer_types") or []
     others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if others:
         raise UnsupportedModel(f"has layers of kind {', '.join(others)}", where="config.json: layer_types")
-    if window is not None and window < max_positions:
+    if used and window < max_positions:
         raise UnsupportedModel(
             f"attention over the last {window} of {max_positions} positions is not supported",
             where="config.json: sliding_window",

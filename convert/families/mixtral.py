@@ -19,7 +19,7 @@ def architecture(config: Config) -> Architecture:
     n_heads = config.integer("num_attention_heads", default=32)
     head_dim = config.integer("head_dim", default=hidden // n_heads)
     max_positions = config.integer("max_position_embeddings", default=131072)
-    refuse_window(config, config.integer("sliding_window", default=max_positions), max_positions)
+    refuse_window(config, max_positions, always=True)
     config.boolean("norm_topk_prob", True)
     flags = ArchFlag.NORM_TOPK
     if config.boolean("tie_word_embeddings", False):

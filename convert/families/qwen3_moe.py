@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from ..architecture import Architecture
 from ..config import Config
-from ..errors import UnsupportedModel
 from ..format import ArchFlag, Role
 from ..rope import resolve
-from .base import DECODER_NAMES, ExpertNames, Family, refuse_other_activation, refuse_window
-
-
-def dense_layers(config: Config, n_layers: int) -> frozenset[int]:
-    """Layers without experts: those listed, and those that decoder_sparse_step leaves out."""
-    listed = config.integers("mlp_only_layers")
-    step = config.integer("decoder_sparse_step", default=1)
-    dense = frozenset(layer for layer in range(n_layers) if layer in listed or (layer + 1) % step)
-    if len(dense) == n_layers:
-        raise UnsupportedModel("leaves no layer with experts", where="config.json: mlp_only_layers")
-    return dense
+from .base import (
+    DECODER_NAMES,
+    DENSE_NAMES,
+    MLP_EXPERTS,
+    O_BIAS_NAMES,
+    QK_NORM_NAMES,
+    QKV_BIAS_NAMES,
+    Family,
+    dense_layers,
+    refuse_other_activation,
+    refuse_window,
+)
 
 
 def _flags(config: Config) -> ArchFlag:
@@ -41,8 +41,7 @@ def architecture(config: Config) -> Architecture:
     n_heads = config.integer("num_attention_heads", default=32)
     head_dim = config.integer("head_dim", default=hidden // n_heads)
     max_positions = config.integer("max_position_embeddings", default=32768)
-    window = config.integer("sliding_window", default=4096)
-    refuse_window(config, window if config.boolean("use_sliding_window", False) else None, max_positions)
+    refuse_window(config, max_positions)
     dense = dense_layers(config, n_layers)
     dense_width = config.integer("intermediate_size", default=6144)
     return Architecture(
@@ -70,26 +69,11 @@ FAMILY = Family(
     architecture=architecture,
     names={
         **DECODER_NAMES,
-        Role.Q_NORM: ("model.layers.{layer}.self_attn.q_norm.weight",),
-        Role.K_NORM: ("model.layers.{layer}.self_attn.k_norm.weight",),
-        Role.Q_BIAS: ("model.layers.{layer}.self_attn.q_proj.bias",),
-        Role.K_BIAS: ("model.layers.{layer}.self_attn.k_proj.bias",),
-        Role.V_BIAS: ("model.layers.{layer}.self_attn.v_proj.bias",),
-        Role.O_BIAS: ("model.layers.{layer}.self_attn.o_proj.bias",),
+        **QK_NORM_NAMES,
+        **QKV_BIAS_NAMES,
+        **O_BIAS_NAMES,
+        **DENSE_NAMES,
         Role.ROUTER: ("model.layers.{layer}.mlp.gate.weight",),
-        Role.DENSE_GATE: ("model.layers.{layer}.mlp.gate_proj.weight",),
-        Role.DENSE_UP: ("model.layers.{layer}.mlp.up_proj.weight",),
-        Role.DENSE_DOWN: ("model.layers.{layer}.mlp.down_proj.weight",),
     },
-    experts=(
-        ExpertNames(
-            gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-            up="model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-            down="model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
-        ),
-        ExpertNames(
-            gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
-            down="model.layers.{layer}.mlp.experts.down_proj",
-        ),
-    ),
+    experts=MLP_EXPERTS,
 )

@@ -135,6 +135,7 @@ static void lay_out_experts(struct colibri_context *ctx, struct arena *arena) {
     TAKE(ctx->router_scratch, entries);
     TAKE(ctx->chosen, entries);
     TAKE(ctx->weights, entries);
+    TAKE(ctx->shared_logits, rows * COLIBRI_TILE_ROWS);
     TAKE(ctx->entries, entries);
     TAKE(ctx->entry_of, entries);
     TAKE(ctx->counts, (size_t)header->n_experts + 1);

@@ -107,6 +107,7 @@ struct colibri_context {
     float *router_scratch;  /* [R][k] exponentials of the chosen */
     int32_t *chosen;        /* [R][k] experts, ascending */
     float *weights;         /* [R][k] */
+    float *shared_logits;   /* [R][COLIBRI_TILE_ROWS]: a tile, of which the first is that of the shared expert's gate */
     int32_t *entries;       /* [R × k] rows, ordered by expert, then row */
     int32_t *entry_of;      /* [R][k] where (row, j) stands in entries */
     int32_t *counts;        /* [E + 1] */

@@ -254,11 +254,20 @@ static void run_network(struct network *network, float *y) {
     colibri_multiply(ctx, &down, 1);
 }
 
-/* The shared expert comes last, with weight 1. */
+/* sigmoid(gate · x), or 1 where the family has no gate. */
+static float weigh_shared(const struct colibri_context *ctx, size_t row) {
+    if (!(ctx->model->header.arch_flags & COLIBRI_ARCH_SHARED_GATED)) return 1;
+    float exponential = -ctx->shared_logits[row * COLIBRI_TILE_ROWS];
+    ctx->kernels->exp(&exponential, 1, &exponential);
+    return 1 / (1 + exponential);
+}
+
+/* The shared expert comes last. */
 static void add_shared_row(void *argument, size_t row, unsigned worker) {
     (void)worker;
     struct colibri_context *ctx = argument;
-    ctx->kernels->add_scaled(ctx->y + row * ctx->ld_hidden, 1, ctx->down + row * ctx->ld_hidden, ctx->model->header.hidden);
+    ctx->kernels->add_scaled(ctx->y + row * ctx->ld_hidden, weigh_shared(ctx, row), ctx->down + row * ctx->ld_hidden,
+                             ctx->model->header.hidden);
 }
 
 static void run_shared(struct colibri_context *ctx, const struct layer *layer) {
@@ -279,8 +288,11 @@ static void dense_half(struct colibri_context *ctx, const struct layer *layer) {
 
 static void experts_half(struct colibri_context *ctx, const struct layer *layer) {
     colibri_norm_rows(ctx, &layer->ffn_norm, ctx->model->header.expert_format, true);
-    struct product router = colibri_product(ctx, &layer->router, ctx->router_acts, ctx->router_logits, ctx->ld_experts);
-    colibri_multiply(ctx, &router, 1);
+    struct product gates[] = {
+        colibri_product(ctx, &layer->router, ctx->router_acts, ctx->router_logits, ctx->ld_experts),
+        colibri_product(ctx, &layer->shared_expert_gate, ctx->router_acts, ctx->shared_logits, COLIBRI_TILE_ROWS),
+    };
+    colibri_multiply(ctx, gates, layer->shared_expert_gate.data ? 2 : 1);
     colibri_pool_run(&ctx->pool, ctx->step.n_threads, ctx->step.n_rows, route_row, ctx);
     size_t n_groups = group_rows(ctx, layer);
     ask_ahead(ctx, n_groups);

@@ -57,7 +57,7 @@ enum {
     COLIBRI_T_SHARED_GATE = 35, /* shared expert: [shared_width, hidden] */
     COLIBRI_T_SHARED_UP = 36,
     COLIBRI_T_SHARED_DOWN = 37, /* [hidden, shared_width] */
-    COLIBRI_T_SHARED_EXPERT_GATE = 38, /* [1, hidden] VECTOR */
+    COLIBRI_T_SHARED_EXPERT_GATE = 38, /* [1, hidden], always F32 tiles, with flag SHARED_GATED */
     COLIBRI_T_DENSE_GATE = 40,  /* layers without experts: [dense_width, hidden] */
     COLIBRI_T_DENSE_UP = 41,
     COLIBRI_T_DENSE_DOWN = 42

@@ -27,7 +27,8 @@
 
 #define IMPLEMENTED_FLAGS                                                                                             \
     (COLIBRI_ARCH_TIED | COLIBRI_ARCH_QK_NORM_HEAD | COLIBRI_ARCH_QKV_BIAS | COLIBRI_ARCH_NORM_TOPK |                 \
-     COLIBRI_ARCH_QK_NORM_WHOLE | COLIBRI_ARCH_O_BIAS | COLIBRI_ARCH_QKV_CLIP | COLIBRI_ARCH_SHARED_EXPERT)
+     COLIBRI_ARCH_QK_NORM_WHOLE | COLIBRI_ARCH_O_BIAS | COLIBRI_ARCH_QKV_CLIP | COLIBRI_ARCH_SHARED_EXPERT | \
+     COLIBRI_ARCH_SHARED_GATED)
 
 static const char *const flag_names[] = {"tied",          "qk_norm_head", "qk_norm_whole",  "qkv_bias",    "o_bias",  "norm_topk",
                                          "shared_expert", "shared_gated", "router_sigmoid", "router_bias", "qkv_clip"};
@@ -345,7 +346,7 @@ static const struct role {
     {COLIBRI_T_SHARED_GATE, "shared_gate", MOE_LAYERS, MATRIX, SHARED, HIDDEN, COLIBRI_ARCH_SHARED_EXPERT, IN_LAYER(shared_gate)},
     {COLIBRI_T_SHARED_UP, "shared_up", MOE_LAYERS, MATRIX, SHARED, HIDDEN, COLIBRI_ARCH_SHARED_EXPERT, IN_LAYER(shared_up)},
     {COLIBRI_T_SHARED_DOWN, "shared_down", MOE_LAYERS, MATRIX, HIDDEN, SHARED, COLIBRI_ARCH_SHARED_EXPERT, IN_LAYER(shared_down)},
-    {COLIBRI_T_SHARED_EXPERT_GATE, "shared_expert_gate", MOE_LAYERS, VECTOR, ONE, HIDDEN, COLIBRI_ARCH_SHARED_GATED,
+    {COLIBRI_T_SHARED_EXPERT_GATE, "shared_expert_gate", MOE_LAYERS, F32_MATRIX, ONE, HIDDEN, COLIBRI_ARCH_SHARED_GATED,
      IN_LAYER(shared_expert_gate)},
     {COLIBRI_T_DENSE_GATE, "dense_gate", DENSE_LAYERS, MATRIX, DENSE, HIDDEN, 0, IN_LAYER(dense_gate)},
     {COLIBRI_T_DENSE_UP, "dense_up", DENSE_LAYERS, MATRIX, DENSE, HIDDEN, 0, IN_LAYER(dense_up)},

@@ -110,7 +110,7 @@ static void test_a_lying_header_is_refused_by_field(void) {
 static void test_what_is_not_implemented_is_refused_by_name(void) {
     LIE(h->arch_flags |= COLIBRI_ARCH_ROUTER_SIGMOID, COLIBRI_E_UNSUPPORTED, "router_sigmoid");
     LIE(h->arch_flags |= COLIBRI_ARCH_ROUTER_BIAS, COLIBRI_E_UNSUPPORTED, "router_bias");
-    LIE(h->arch_flags |= COLIBRI_ARCH_SHARED_GATED, COLIBRI_E_UNSUPPORTED, "shared_gated");
+    LIE(h->arch_flags |= COLIBRI_ARCH_SHARED_GATED, COLIBRI_E_FORMAT, "shared_gated");
     LIE(h->arch_flags |= 1u << 31, COLIBRI_E_UNSUPPORTED, "bit 31");
     LIE(h->arch_flags |= COLIBRI_ARCH_QK_NORM_WHOLE, COLIBRI_E_FORMAT, "qk_norm_whole");
     LIE(h->router_scale = 2.5f, COLIBRI_E_UNSUPPORTED, "router_scale");

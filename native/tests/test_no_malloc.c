@@ -106,7 +106,7 @@ static void use_everything(colibri_context_t *ctx, const int32_t *tokens, uint8_
 
 static void test_nothing_allocates_after_open(uint32_t format) {
     struct tiny_model file;
-    colibri_model_t *model = tiny_open(&file, format, COLIBRI_ARCH_SHARED_EXPERT, 6);
+    colibri_model_t *model = tiny_open(&file, format, COLIBRI_ARCH_SHARED_EXPERT | COLIBRI_ARCH_SHARED_GATED, 6);
     int32_t tokens[60];
     uint64_t random = 8;
     for (size_t i = 0; i < 60; i++) tokens[i] = (int32_t)random_below(&random, TINY_VOCABULARY - 1);

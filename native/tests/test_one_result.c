@@ -155,6 +155,7 @@ int main(int argc, char **argv) {
     uint32_t flags = format == COLIBRI_FMT_Q8 ? COLIBRI_ARCH_QK_NORM_HEAD | COLIBRI_ARCH_NORM_TOPK | COLIBRI_ARCH_TIED : COLIBRI_ARCH_QKV_BIAS;
     if (kv_format == COLIBRI_KV_F16)
         flags = COLIBRI_ARCH_QK_NORM_WHOLE | COLIBRI_ARCH_O_BIAS | COLIBRI_ARCH_QKV_CLIP | COLIBRI_ARCH_SHARED_EXPERT | COLIBRI_ARCH_NORM_TOPK;
+    if (kv_format == COLIBRI_KV_F16 && format == COLIBRI_FMT_Q8) flags |= COLIBRI_ARCH_SHARED_GATED;
     test_every_way_gives_the_same_bits(format, flags, kv_format);
     return 0;
 }

@@ -107,6 +107,7 @@ static void add_network(struct tiny_model *model, uint32_t layer, uint32_t forma
     add(model, COLIBRI_T_SHARED_GATE, layer, format, SHARED, HIDDEN);
     add(model, COLIBRI_T_SHARED_UP, layer, format, SHARED, HIDDEN);
     add(model, COLIBRI_T_SHARED_DOWN, layer, format, HIDDEN, SHARED);
+    if (model->header->arch_flags & COLIBRI_ARCH_SHARED_GATED) add(model, COLIBRI_T_SHARED_EXPERT_GATE, layer, COLIBRI_FMT_F32, 1, HIDDEN);
 }
 
 static void add_tensors(struct tiny_model *model, uint32_t format) {

@@ -59,13 +59,11 @@ def test_shards_and_one_file_give_the_same_bytes(copy: Path, tmp_path: Path) -> 
     assert (tmp_path / "one.colibri").read_bytes() == (tmp_path / "two.colibri").read_bytes()
 
 
-@pytest.mark.parametrize("layer_name", ["mixtral", "qwen"])
-def test_fused_experts_give_the_bytes_of_single_ones(
-    layer_name: str, tiny_checkpoint: Path, tiny_qwen_checkpoint: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek"])
+def test_fused_experts_give_the_bytes_of_single_ones(family: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     """The layout that transformers 5 has in memory and can save: [experts, 2 * width, hidden], gate rows first."""
-    source = tiny_checkpoint if layer_name == "mixtral" else tiny_qwen_checkpoint
-    gate, up, down = ("w1", "w3", "w2") if layer_name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    source = tiny_checkpoint.parent / f"tiny-{family}"
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     fused = Path(shutil.copytree(source, tmp_path / "fused"))
 
     def fuse(tensors: dict[str, Any]) -> None:

@@ -43,6 +43,30 @@ QWEN3_MOE: dict[str, Any] = {
     "vocab_size": 300,
     "max_position_embeddings": 4096,
 }
+QWEN2_MOE: dict[str, Any] = QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe",
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "vocab_size": 300,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek",
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "vocab_size": 300,
+}
 
 
 def describe(config: dict[str, Any]) -> Architecture:
@@ -59,6 +83,13 @@ def describe(config: dict[str, Any]) -> Architecture:
         (QWEN3_MOE, None, False),
         (QWEN3_MOE, True, True),
         (QWEN3_MOE, False, False),
+        (QWEN2_MOE, None, False),
+        (QWEN2_MOE, True, True),
+        (OLMOE, None, False),
+        (OLMOE, True, True),
+        (DEEPSEEK, None, False),
+        (DEEPSEEK, True, True),
+        (DEEPSEEK | {"num_experts_per_tok": 1}, True, False),  # one weight alone is left as it is
     ],
 )
 def test_norm_topk_prob_has_its_family_s_default(base: dict[str, Any], value: bool | None, normalised: bool) -> None:
@@ -66,7 +97,7 @@ def test_norm_topk_prob_has_its_family_s_default(base: dict[str, Any], value: bo
     assert (ArchFlag.NORM_TOPK in describe(config).flags) is normalised
 
 
-@pytest.mark.parametrize("base", [MIXTRAL, QWEN3_MOE])
+@pytest.mark.parametrize("base", [MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK])
 def test_an_explicit_head_dim_wins_over_hidden_by_heads(base: dict[str, Any]) -> None:
     assert describe(base).head_dim == base["hidden_size"] // 4
     wide = describe(base | {"head_dim": 32})
@@ -95,6 +126,40 @@ def test_a_model_whose_layers_are_all_dense_is_refused() -> None:
         describe(QWEN3_MOE | {"mlp_only_layers": list(range(6))})
 
 
+@pytest.mark.parametrize(
+    ("keys", "dense"),
+    [
+        ({}, {0}),
+        ({"first_k_dense_replace": 0}, set()),
+        ({"first_k_dense_replace": 3}, {0, 1, 2}),
+        ({"moe_layer_freq": 2}, {0, 1, 3, 5}),
+    ],
+)
+def test_dense_layers_of_deepseek_come_first(keys: dict[str, Any], dense: set[int]) -> None:
+    assert describe(DEEPSEEK | keys).dense_layers == dense
+
+
+def test_shared_experts_are_as_wide_as_the_configuration_says() -> None:
+    qwen, deepseek = describe(QWEN2_MOE), describe(DEEPSEEK)
+    assert (qwen.shared_width, deepseek.shared_width) == (40, 2 * 24)
+    assert ArchFlag.SHARED_GATED in qwen.flags
+    assert ArchFlag.SHARED_GATED not in deepseek.flags
+    without = describe(DEEPSEEK | {"n_shared_experts": None})
+    assert (without.shared_width, ArchFlag.SHARED_EXPERT in without.flags) == (0, False)
+
+
+@pytest.mark.parametrize(("keys", "biased"), [({}, True), ({"qkv_bias": True}, True), ({"qkv_bias": False}, False)])
+def test_qwen2_moe_has_biases_on_q_k_and_v_unless_told_otherwise(keys: dict[str, Any], biased: bool) -> None:
+    flags = describe(QWEN2_MOE | keys).flags
+    assert (ArchFlag.QKV_BIAS in flags, ArchFlag.O_BIAS in flags) == (biased, False)
+
+
+def test_olmoe_clips_where_the_configuration_says_so() -> None:
+    assert ArchFlag.QKV_CLIP not in describe(OLMOE).flags
+    clipped = describe(OLMOE | {"clip_qkv": 8.0})
+    assert (ArchFlag.QKV_CLIP in clipped.flags, clipped.qkv_clip) == (True, 8.0)
+
+
 def test_inspect_shows_which_layers_are_dense(tiny_qwen_model_path: Path) -> None:
     assert [plan.kind for plan in inspect(tiny_qwen_model_path).layers] == ["experts", "dense", "experts"]
 
@@ -112,6 +177,10 @@ def test_both_names_for_the_number_of_experts_are_read() -> None:
         (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 1024}, "sliding_window"),
         (QWEN3_MOE | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 1024}, "sliding_window"),
+        (DEEPSEEK | {"scoring_func": "sigmoid"}, "scoring_func"),
+        (DEEPSEEK | {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        (DEEPSEEK | {"first_k_dense_replace": 6}, "first_k_dense_replace"),
         (MIXTRAL | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_parameters"),
         (MIXTRAL | {"rope_parameters": {"rope_type": "mystery"}}, "rope_parameters"),
         (MIXTRAL | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -168,13 +237,13 @@ def test_an_impossible_value_is_refused_by_its_key(key: str, value: Any) -> None
         ({"model_type": "llama"}, "dense model"),
         ({"model_type": "qwen3"}, "dense model"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "does not know"),
-        ({"model_type": "qwen2_moe", "num_experts": 60}, "does not know"),
+        ({"model_type": "jetmoe", "num_local_experts": 8}, "does not know"),
     ],
 )
 def test_other_families_are_refused_with_the_supported_ones(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as caught:
         describe(config)
-    assert "mixtral, qwen3_moe" in str(caught.value)
+    assert "mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek" in str(caught.value)
 
 
 def test_a_configuration_without_model_type_is_refused() -> None:

@@ -35,10 +35,20 @@ class Case:
     biases: bool = False
     columns: int = 25
 
+    def run_oracle(self, folder: Path, tokens: npt.NDArray[np.int32]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        """Logits and chosen experts of the case's checkpoint, by transformers, or by numpy where that has no class."""
+        if self.checkpoint == "tiny-deepseek":
+            from . import deepseek_reference
+
+            return deepseek_reference.run(folder, tokens)
+        from . import transformers_oracle
+
+        return transformers_oracle.run(folder, tokens)
+
 
 @dataclass(frozen=True)
 class Vectors:
-    """What transformers computed: logits [n_tokens, n_columns] of some columns, log-sum-exp [n_tokens] of all, the
+    """What the oracle computed: logits [n_tokens, n_columns] of some columns, log-sum-exp [n_tokens] of all, the
     largest logit, and chosen experts [n_tokens, n_layers, top_k], ascending, -1 in dense layers.
     """
 

@@ -19,13 +19,15 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 FORMATS = ["vector", "f32", "bf16", "f16", "q8"]
-TIED, QK_NORM_HEAD, QKV_BIAS, O_BIAS, NORM_TOPK = 1 << 0, 1 << 1, 1 << 3, 1 << 4, 1 << 5
+TIED, QK_NORM_HEAD, QK_NORM_WHOLE, QKV_BIAS, O_BIAS, NORM_TOPK = (1 << bit for bit in range(6))
+SHARED_EXPERT, SHARED_GATED, QKV_CLIP = 1 << 6, 1 << 7, 1 << 10
 NO_LAYER = 0xFFFFFFFF
 ROLES = {
     **{1: "embedding", 2: "head", 3: "final_norm", 4: "inv_freq"},
     **{16: "attn_norm", 17: "q", 18: "k", 19: "v", 20: "o", 21: "q_norm", 22: "k_norm"},
     **{23: "q_bias", 24: "k_bias", 25: "v_bias", 26: "o_bias"},
     **{32: "ffn_norm", 33: "router", 40: "dense_gate", 41: "dense_up", 42: "dense_down"},
+    **{35: "shared_gate", 36: "shared_up", 37: "shared_down", 38: "shared_expert_gate"},
 }
 # The header's fields in their order, by type; what is between and behind is not needed here.
 HEADER = struct.Struct("<8sIIQQ32s10Q19I5f2II16i32I")
@@ -183,6 +185,10 @@ def attention(model: ReferenceModel, layer: int, x: Array) -> Array:
         y = apply(model.tensors[layer, name], x)
         if h["arch_flags"] & QKV_BIAS:
             y = y + model.tensors[layer, f"{name}_bias"].weights
+        if h["arch_flags"] & QK_NORM_WHOLE and name != "v":
+            y = rmsnorm(y, model.tensors[layer, f"{name}_norm"].weights[0], h["rms_eps"])
+        if h["arch_flags"] & QKV_CLIP:
+            y = np.clip(y, -h["qkv_clip"], h["qkv_clip"])
         return y.reshape(n, heads, h["head_dim"])
 
     q, k, v = project("q", h["n_heads"]), project("k", h["n_kv_heads"]), project("v", h["n_kv_heads"])
@@ -219,7 +225,15 @@ def experts(model: ReferenceModel, layer: int, x: Array) -> tuple[Array, npt.NDA
         rows, slots = np.nonzero(chosen == expert)
         if len(rows):
             out[rows] += weights[rows, slots, None] * swiglu(*model.experts[layer, expert], x[rows])
-    return out, chosen.astype(np.int32)
+    return out + shared_expert(model, layer, x), chosen.astype(np.int32)
+
+
+def shared_expert(model: ReferenceModel, layer: int, x: Array) -> Array | float:
+    flags = model.header["arch_flags"]
+    if not flags & SHARED_EXPERT:
+        return 0.0
+    y = swiglu(*(model.tensors[layer, f"shared_{part}"] for part in ("gate", "up", "down")), x)
+    return y / (1 + np.exp(-apply(model.tensors[layer, "shared_expert_gate"], x))) if flags & SHARED_GATED else y
 
 
 def forward(model: ReferenceModel, tokens: list[int]) -> tuple[Array, npt.NDArray[np.int32]]:
