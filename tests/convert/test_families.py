@@ -265,13 +265,22 @@ def test_old_and_new_ways_to_write_theta_give_the_same_frequencies() -> None:
     np.testing.assert_allclose(new.inv_freq, 1e6 ** (-np.arange(0, 64, 2) / 64), rtol=1e-6)
 
 
-def test_old_and_new_configurations_give_the_same_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    old = Path(shutil.copytree(tiny_checkpoint, tmp_path / "old"))
-    config = json.loads((old / "config.json").read_text())
-    theta = config.pop("rope_parameters")["rope_theta"]
-    (old / "config.json").write_text(json.dumps(config | {"rope_theta": theta, "rope_scaling": None}))
-    new_report = convert(tiny_checkpoint, tmp_path / "new.colibri")
-    assert convert(old, tmp_path / "old.colibri").fingerprint == new_report.fingerprint
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek"])
+def test_old_and_new_configurations_give_the_same_model(family: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The fingerprint covers all but the JSON, which quotes the configuration as it was."""
+    source = tiny_checkpoint.parent / f"tiny-{family}"
+    config = json.loads((source / "config.json").read_text())
+    parameters = config.pop("rope_parameters", None) or {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    spellings = {
+        "old": {"rope_theta": parameters["rope_theta"], "rope_scaling": None},
+        "new": {"rope_parameters": parameters},
+    }
+    fingerprints = set()
+    for name, keys in spellings.items():
+        folder = Path(shutil.copytree(source, tmp_path / name))
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        fingerprints.add(convert(folder, tmp_path / "model.colibri").fingerprint)
+    assert len(fingerprints) == 1
 
 
 @pytest.mark.oracle
