@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedModel
 
 # Keys that say nothing about inference: initialisation, training, bookkeeping, and what text.py reads.
 HARMLESS = frozenset(
@@ -13,6 +14,7 @@ HARMLESS = frozenset(
         "architectures",
         "attention_dropout",
         "auto_map",
+        "aux_loss_alpha",
         "bos_token_id",
         "chunk_size_feed_forward",
         "dtype",
@@ -34,12 +36,34 @@ HARMLESS = frozenset(
         "return_dict",
         "router_aux_loss_coef",
         "router_jitter_noise",
+        "seq_aux",
         "torch_dtype",
         "transformers_version",
         "unsloth_version",
         "use_cache",
     }
 )
+
+# Keys that change what a model computes without changing which tensors it has, and the value that changes nothing
+# (absent and null never do). A family that has such a feature reads its key; in any other the key is refused.
+INERT: Mapping[str, Any] = {
+    "alibi": False,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "parallel_attn": False,
+    "residual_multiplier": 1.0,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
 
 
 class Config:
@@ -111,6 +135,16 @@ class Config:
         """A nested object, or None where absent."""
         value = self.get(key)
         return None if value is None else Config(value, f"{self._where}: {key}")
+
+    def refuse_unread(self) -> None:
+        """Refuses a key that nobody asked for, but that the model's results depend on."""
+        for key in sorted(INERT.keys() & self.values.keys() - self._read):
+            if self.values[key] not in (None, INERT[key]):
+                family = self.values.get("model_type")
+                raise UnsupportedModel(
+                    f"is {self.values[key]!r}; colibri does not compute this in a {family} model",
+                    where=f"{self._where}: {key}",
+                )
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for and that are not known to be harmless."""

@@ -106,6 +106,7 @@ def convert(
     config = Config(read_json(folder / "config.json"))
     family = find(config)
     architecture = family.architecture(config)
+    config.refuse_unread()
     assets = read_text_assets(folder, architecture.vocabulary)
     with Checkpoint(folder) as checkpoint:
         plan = make_plan(checkpoint, family, architecture, weights)

@@ -382,6 +382,42 @@ def test_unknown_keys_are_ignored_with_a_note(tiny_checkpoint: Path, tmp_path: P
     assert any("favourite_colour" in note for note in convert(folder, tmp_path / "model.colibri").notes)
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "tie_encoder_decoder"])
+def test_a_key_that_does_not_matter_is_ignored_with_a_note(key: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_keys(tiny_checkpoint, tmp_path, {key: "flash_attention_2"})
+    plain, noted = (convert(source, tmp_path / "model.colibri") for source in (tiny_checkpoint, folder))
+    assert noted.fingerprint == plain.fingerprint
+    assert [note for note in noted.notes if note.endswith(f": {key}")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "inert"),
+    [
+        ("final_logit_softcapping", 30.0, None),
+        ("attn_logit_softcapping", 50.0, None),
+        ("logits_scaling", 8.0, 1.0),
+        ("residual_multiplier", 0.22, 1),
+        ("clip_qkv", 8.0, None),
+        ("scoring_func", "sigmoid", "softmax"),
+        ("routed_scaling_factor", 2.5, 1.0),
+    ],
+)
+def test_a_key_that_matters_but_has_no_place_in_the_family_is_refused(
+    key: str, value: Any, inert: Any, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    convert(with_keys(tiny_checkpoint, tmp_path / "inert", {key: inert}), tmp_path / "model.colibri")
+    with pytest.raises(UnsupportedModel, match=rf"config\.json: {key}"):
+        convert(with_keys(tiny_checkpoint, tmp_path / "set", {key: value}), tmp_path / "model.colibri")
+
+
+def with_keys(checkpoint: Path, folder: Path, keys: dict[str, Any]) -> Path:
+    """A copy of a checkpoint with these keys in its configuration."""
+    copy = Path(shutil.copytree(checkpoint, folder / "checkpoint"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | keys))
+    return copy
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff"])
 def test_a_config_json_that_is_not_an_object_is_refused(text: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "broken"))
