@@ -15,11 +15,13 @@ import asyncio
 import importlib.metadata
 import logging
 import os
+import shlex
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
@@ -94,12 +96,21 @@ class Daemon:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
+def _open_model(path: Path) -> Model:
+    if (path / "config.json").is_file():
+        raise CannotStart(
+            f"{path} is a Hugging Face checkpoint; convert it first: "
+            f"colibrictl convert {shlex.quote(str(path))} {shlex.quote(path.resolve().name)}.colibri"
+        )
+    return Model(path)
+
+
 def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStack) -> Daemon:
     """Opens everything; `stack` closes it. Raises CannotStart."""
     try:
         socket = SocketPath(config.socket)
         stack.callback(socket.close)
-        model = stack.enter_context(Model(config.model))
+        model = stack.enter_context(_open_model(config.model))
         tokenizer = Tokenizer.from_model(model.json)
         data = stack.enter_context(DataDir(config.data_dir, budget_bytes=config.kv_disk_bytes))
         context = _open_context(config, model)

@@ -160,8 +160,20 @@ def test_olmoe_clips_where_the_configuration_says_so() -> None:
     assert (ArchFlag.QKV_CLIP in clipped.flags, clipped.qkv_clip) == (True, 8.0)
 
 
-def test_inspect_shows_which_layers_are_dense(tiny_qwen_model_path: Path) -> None:
-    assert [plan.kind for plan in inspect(tiny_qwen_model_path).layers] == ["experts", "dense", "experts"]
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("qwen3-moe", ["experts", "dense", "experts"]),
+        ("qwen2-moe", ["dense", "experts", "experts"]),
+        ("deepseek", ["dense", "experts", "experts"]),
+        ("olmoe", ["experts", "experts"]),
+    ],
+)
+def test_inspect_shows_which_layers_are_dense(
+    family: str, kinds: list[str], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    convert(tiny_checkpoint.parent / f"tiny-{family}", tmp_path / "model.colibri")
+    assert [plan.kind for plan in inspect(tmp_path / "model.colibri").layers] == kinds
 
 
 def test_both_names_for_the_number_of_experts_are_read() -> None:

@@ -45,3 +45,13 @@ def test_a_missing_package_is_named_with_its_remedy(
         entry.main()
     assert caught.value.code == entry.EXIT_NOT_INSTALLED
     assert "pip install 'colibri-moe[daemon]'" in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_is_answered_with_the_command_that_converts_it(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    options = ["--socket", str(tmp_path / "socket"), "--data-dir", str(tmp_path / "data")]
+    result = CliRunner().invoke(colibrid, ["--model", str(tiny_checkpoint), *options])
+    assert result.exit_code == 1
+    assert f"colibrictl convert {tiny_checkpoint} tiny-mixtral.colibri" in result.output
+    assert not (tmp_path / "data").exists()
