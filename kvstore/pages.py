@@ -201,7 +201,8 @@ class PageStore:
         self._db.flush()
 
     def close(self) -> None:
-        with self._lock:
+        # A cache that cannot be closed well is checked, or made anew, when it is opened.
+        with self._lock, contextlib.suppress(StoreError):
             self._db.close()
 
     def _check_space(self) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 
 class Reserve:
+    """One that an earlier process left is held from the start: a daemon has to open on a full volume, too."""
+
     def __init__(self, path: Path, n_bytes: int) -> None:
         self._path = path
         self._n_bytes = n_bytes
-        self._held = False
+        self._held = path.is_file() and path.stat().st_size == n_bytes > 0
 
     def take(self) -> None:
         """Fills the reserve where there is room for it and as much again twice; quietly does without otherwise."""

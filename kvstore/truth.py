@@ -35,8 +35,8 @@ RESERVE_BYTES = 8 << 20
 # Compacted when there are more. Every one costs a reader a look.
 _MAX_FILES = 8
 
-# How long a write waits for RocksDB after the reserve was released.
-_RECOVERY_S = 2.0
+# How long a write waits for RocksDB after the reserve was released: it looks for free space every 5 s.
+_RECOVERY_S = 7.0
 
 # Longer than any key: a search that gets there has found no end.
 _MAX_KEY_BYTES = 255
@@ -65,10 +65,20 @@ class TruthStore:
         self._write_lock = threading.Lock()
         self.log_was_damaged = False
         self._db = self._open()
+        self._identity = _identity(self._path)
         self._compact()
         self._reserve.take()
 
     def _open(self) -> Database:
+        """On a full volume opening takes some of the reserve as well."""
+        try:
+            return self._open_whole_or_damaged()
+        except StoreFull:
+            if not self._reserve.release():
+                raise
+        return self._open_whole_or_damaged()
+
+    def _open_whole_or_damaged(self) -> Database:
         """Notes whether parts of the last run's log had to be given up; the chains then say which turns."""
         try:
             return Database(self._path, _options())
@@ -177,6 +187,7 @@ class TruthStore:
 
     def _write(self, batch: Batch, *, sync: bool) -> None:
         with self._write_lock:
+            self._refuse_if_removed()
             try:
                 self._db.write(batch, sync=sync)
             except StoreFull:
@@ -185,6 +196,11 @@ class TruthStore:
                 self._write_after_recovery(batch, sync=sync)
             else:
                 self._reserve.take()
+
+    def _refuse_if_removed(self) -> None:
+        """RocksDB would go on writing into files that nobody can find again."""
+        if _identity(self._path) != self._identity:
+            raise StoreError(f"{self._path}: was removed or replaced while it was open")
 
     def _write_after_recovery(self, batch: Batch, *, sync: bool) -> None:
         """RocksDB takes writes again once it has moved a log with a failed write out of use."""
@@ -248,7 +264,18 @@ class TruthStore:
             # Damage to a table file costs one block, damage to a log may cost more. On a full disk the log has to do.
             with contextlib.suppress(StoreError):
                 self._db.flush()
-            self._db.close()
+            # What was committed is in the log already, and what closing would add cannot be had any more.
+            with contextlib.suppress(StoreError):
+                self._db.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which folder stands at a path."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _options() -> Options:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,36 @@ def test_the_reserve_is_given_back_when_the_disk_is_full_and_taken_again(
     add(store, "alice", 1)
     assert reserve.stat().st_size == 1 << 20
     assert len(store.records("alice")) == 2
+    store.close()
+
+
+def test_a_full_disk_is_opened_with_the_reserve_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=1 << 20)
+    add(store, "alice", 0)
+    store.close()
+    reserve = tmp_path / "truth.reserve"
+    original = Database.__init__
+
+    def needs_room(self: Database, *args: Any, **kwargs: Any) -> None:
+        if reserve.exists():
+            raise StoreFull("No space left on device")
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Database, "__init__", needs_room)
+    store = TruthStore(tmp_path / "truth", reserve_bytes=1 << 20)
+    assert len(store.records("alice")) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_acknowledged_once_the_folder_is_gone(tmp_path: Path, replaced: bool) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    add(store, "alice", 0)
+    (tmp_path / "truth").rename(tmp_path / "elsewhere")
+    if replaced:
+        (tmp_path / "truth").mkdir()
+    with pytest.raises(StoreError, match="removed or replaced"):
+        add(store, "alice", 1)
     store.close()
 
 
