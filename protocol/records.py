@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 import unicodedata
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -94,15 +95,20 @@ def integer(low: int, high: int) -> Check:
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Check:
-    """A finite number in [low, high], or in (low, high]."""
+    """A finite number in [low, high], or in (low, high]: also when rounded to float32, as the engine has it."""
     wanted = f"a number over {low:g} and at most {high:g}" if above_low else f"a number from {low:g} to {high:g}"
 
     def check(value: Any, where: str) -> float:
-        if type(value) not in (int, float) or not low <= value <= high or (above_low and value == low):
+        if type(value) not in (int, float) or not low <= value <= high or (above_low and _float32(value) == low):
             raise _refusal(value, where, wanted)
         return float(value)
 
     return check
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 def text(*, max_bytes: int | None = None, empty: bool = True) -> Check:

@@ -145,6 +145,8 @@ def test_a_field_of_another_type_is_refused_by_name(op: str, name: str) -> None:
         ("generate", {"prompt": "a", "sampling": {"temperature": -0.1}}, "sampling.temperature"),
         ("generate", {"prompt": "a", "sampling": {"temperature": float("nan")}}, "sampling.temperature"),
         ("generate", {"prompt": "a", "sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ("generate", {"prompt": "a", "sampling": {"top_p": 1e-300}}, "sampling.top_p"),
+        ("generate", {"prompt": "a", "sampling": {"repetition_penalty": 5e-324}}, "sampling.repetition_penalty"),
         ("generate", {"prompt": "a", "sampling": {"top_p": 0}}, "sampling.top_p"),
         ("generate", {"prompt": "a", "sampling": {"top_p": 1.01}}, "sampling.top_p"),
         ("generate", {"prompt": "a", "sampling": {"min_p": 2}}, "sampling.min_p"),
