@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from colibri.daemon.connection import Connection
+from colibri.daemon.socket_path import BACKLOG
 from colibri.protocol.errors import Overloaded, ShuttingDown
 
 
@@ -22,7 +23,7 @@ class Server:
     async def start(self, listening: socket.socket) -> None:
         """Serves on a socket, which stays the caller's to remove."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(self._accept, sock=listening)
+        self._server = await loop.create_unix_server(self._accept, sock=listening, backlog=BACKLOG)
 
     def _accept(self) -> Connection:
         connection = self._make_connection()

@@ -18,7 +18,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 # Clients that connect while the loop is busy; the kernel caps it at net.core.somaxconn.
-_BACKLOG = 128
+BACKLOG = socket.SOMAXCONN
 # A daemon that is stopped in a debugger does not answer; the kernel does, unless its backlog is full.
 _PROBE_TIMEOUT_S = 2.0
 
@@ -48,7 +48,7 @@ class SocketPath:
 
     def listen(self) -> socket.socket:
         """From now on clients can connect."""
-        self._socket.listen(_BACKLOG)
+        self._socket.listen(BACKLOG)
         return self._socket
 
     def close(self) -> None:

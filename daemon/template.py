@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -24,6 +24,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from colibri.daemon.text import Tokenizer
@@ -34,8 +35,8 @@ Message = Mapping[str, Any]
 
 # Far above any context that fits a machine; far below what would hurt it.
 _MAX_CHARACTERS = 1 << 26
-# Loops of a template run over messages and ranges; a conversation of a hundred thousand messages stays below.
-_MAX_LOOP_STEPS = 1_000_000
+# Steps of loops, and calls; a conversation of a hundred thousand messages stays below.
+_MAX_STEPS = 1_000_000
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -48,19 +49,62 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _LoopBudget:
-    """`range` for one rendering: all ranges together have so many steps."""
+class _Budget:
+    """What one rendering may still do: steps of loops and calls together."""
 
     def __init__(self) -> None:
-        self._left = _MAX_LOOP_STEPS
+        self._left = _MAX_STEPS
 
-    def __call__(self, *args: int) -> Iterator[int]:
-        steps = range(*args)
-        for step in steps:
-            self._left -= 1
-            if self._left < 0:
-                raise jinja2.TemplateRuntimeError(f"more than {_MAX_LOOP_STEPS} loop steps")
-            yield step
+    def spend(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise jinja2.TemplateRuntimeError(f"more than {_MAX_STEPS} steps of loops and calls")
+
+
+# No template can spell this name, so none can replace the budget.
+_BUDGET = "budget of this rendering"
+
+
+@jinja2.pass_context
+def _counted(context: jinja2.runtime.Context, iterable: Iterable[Any]) -> Iterator[Any]:
+    budget: _Budget = context.parent[_BUDGET]
+    for item in iterable:
+        budget.spend()
+        yield item
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja2's sandbox keeps a template from what it must not touch; this one also bounds how long it takes: every
+    loop and call is counted, and products that are slow or large to compute are refused."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(
+                loop.iter, "counted", [], [], None, None, lineno=loop.lineno, environment=self
+            )
+        return tree
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __context.parent[_BUDGET].spend()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if _result_size(operator, left, right) > _MAX_CHARACTERS:
+            raise jinja2.TemplateRuntimeError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Items of a text or sequence, bits of a power; 0 where it does not matter."""
+    if operator == "**":
+        return left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
+    n_left, n_right = (len(value) if isinstance(value, Sequence) else 0 for value in (left, right))
+    if operator == "+":
+        return n_left + n_right
+    return n_left * right if isinstance(right, int) else n_right * left if isinstance(left, int) else 0
 
 
 def _to_json(
@@ -78,11 +122,12 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> _Environment:
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["counted"] = _counted
     environment.globals["raise_exception"] = _raise_exception
     return environment
 
@@ -99,32 +144,24 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, now: datetime) -> str:
         """The conversation as text; `now` is for strftime_now. Raises TemplateError, also if the template does."""
-        chunks = self._template.generate(
+        variables = {
             **self._tokens,
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-            strftime_now=now.strftime,
-            range=_LoopBudget(),
-        )
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            "strftime_now": now.strftime,
+            _BUDGET: _Budget(),
+        }
         text: list[str] = []
         left = _MAX_CHARACTERS
         try:
-            for chunk in chunks:
+            for chunk in self._template.generate(variables):
                 left -= len(chunk)
                 if left < 0:
                     raise jinja2.TemplateRuntimeError(f"more than {_MAX_CHARACTERS} characters")
                 text.append(chunk)
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as e:
+        except Exception as e:  # a template may raise anything, and none of it is our bug
             raise _template_error(e) from e
         return "".join(text)
 

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 
+from colibri.daemon import template
 from colibri.daemon.template import ChatEncoder, ChatTemplate, special_token_names
 from colibri.daemon.text import Tokenizer
 from colibri.protocol.errors import TemplateError
@@ -74,6 +75,16 @@ def test_blocks_are_trimmed_and_loops_may_break() -> None:
     assert render("{% for m in messages %}\n    {% if true %}\nx{% break %}\n    {% endif %}\n{% endfor %}\n") == "x"
 
 
+def test_counted_loops_are_loops_like_any_other() -> None:
+    source = (
+        "{% for a, b in {'x': 1, 'y': 2}.items() %}{{ loop.index }}/{{ loop.length }}{{ a }}{{ b }}"
+        "{{ ',' if not loop.last }}{% endfor %}{% for c in [] %}{% else %} none{% endfor %}"
+        "{% for d in [1, [2, [3]]] recursive %}{{ loop(d) if d is iterable else d }}{% endfor %}"
+        "{% for e in missing %}{% endfor %}{{ 2 * 3 }}{{ 'ab' * 2 }}{{ [1] + [2] }}{{ 2 ** 3 }}"
+    )
+    assert render(source) == "1/2x1,2/2y2 none1236abab[1, 2]8"
+
+
 def test_json_is_not_escaped_for_html() -> None:
     assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
 
@@ -101,9 +112,19 @@ def test_a_refusal_by_the_template_is_typed_and_has_its_words() -> None:
         "{{ messages[7].content.foo }}",
         "{{ messages + 3 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set s = 'x' * 99999 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+        "{% set s = 'x' * 99999 %}{% for a in s if false %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ ('x' * 99999999999) | length }}",
+        "{{ ([0] * 99999999999) | length }}",
+        "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{{ range(9999999999) | list }}",
+        "{{ messages[0] | tojson(indent=[]) | int(base='x') }}",
     ],
 )
-def test_a_hostile_or_broken_template_ends_in_a_typed_error(source: str) -> None:
+def test_a_hostile_or_broken_template_ends_in_a_typed_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_MAX_STEPS", 10_000)
     with pytest.raises(TemplateError):
         render(source)
 
