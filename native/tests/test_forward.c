@@ -130,6 +130,24 @@ static void test_a_row_that_is_not_finite_is_flagged_and_its_neighbours_keep_the
     }
 }
 
+/* Only the head's norm can see what the last layer's experts have done. */
+static void test_a_row_that_overflows_in_the_last_layer_is_flagged(void) {
+    struct tiny_model file = tiny_build(COLIBRI_FMT_F32, COLIBRI_ARCH_SHARED_EXPERT, 1);
+    tiny_scale(&file, COLIBRI_T_SHARED_DOWN, TINY_LAYERS - 1, 1e38f);
+    colibri_model_t *model = open_sealed(&file);
+    colibri_context_t *ctx = open_plain(model, 0);
+    colibri_sampling_t sampling = {.struct_bytes = sizeof sampling, .top_p = 1, .repetition_penalty = 1};
+    colibri_sampled_t sampled;
+    good_batch();
+    CHECK_CODE(batch_run(ctx, &batch), COLIBRI_OK);
+    CHECK_CODE(batch.status[2], COLIBRI_E_NUMERIC);
+    CHECK_CODE(batch.status[42], COLIBRI_E_NUMERIC);
+    CHECK_CODE(colibri_sample(ctx, 0, &sampling, &sampled), COLIBRI_E_NUMERIC);
+    colibri_context_close(ctx);
+    colibri_model_close(model);
+    tiny_discard(&file);
+}
+
 static void test_values_too_large_for_the_kv_format_are_counted_and_flag_their_row(void) {
     struct tiny_model file = tiny_build(COLIBRI_FMT_F32, 0, 1);
     tiny_scale(&file, COLIBRI_T_V, 1, 1e6f);
@@ -266,6 +284,7 @@ int main(void) {
     }
     test_a_bad_batch_is_refused_by_name_and_changes_nothing();
     test_a_row_that_is_not_finite_is_flagged_and_its_neighbours_keep_their_bits();
+    test_a_row_that_overflows_in_the_last_layer_is_flagged();
     test_values_too_large_for_the_kv_format_are_counted_and_flag_their_row();
     test_a_page_that_is_used_again_has_the_bytes_of_a_fresh_one();
     test_equal_router_logits_choose_the_lower_experts();
