@@ -110,6 +110,17 @@ static void test_what_does_not_fit_is_refused_and_changes_nothing(void) {
     colibri_context_close(ctx);
 }
 
+static void test_a_context_shorter_than_its_pages_is_kept(void) {
+    int32_t output[4];
+    size_t n_output;
+    colibri_context_t *ctx = open_context(model, (colibri_context_options_t){.n_pages = 8, .max_rows = 32, .max_context = 46});
+    CHECK_CODE(colibri_infer(ctx, prompt, N_PROMPT, output, &n_output, 3, 0), COLIBRI_E_CAPACITY); /* the third needs the second's position, 46 */
+    CHECK(colibri_length(ctx) == 0);
+    CHECK(infer(ctx, prompt, N_PROMPT, output, 2, 0) == 2);
+    CHECK(colibri_length(ctx) == 46);
+    colibri_context_close(ctx);
+}
+
 static void test_a_damaged_page_is_refused_and_left_zero(void) {
     int32_t output[1];
     colibri_context_t *ctx = open_small(4);
@@ -204,6 +215,7 @@ int main(void) {
     test_saved_reopened_and_loaded_it_goes_on_as_if_nothing_had_happened();
     test_truncated_it_repeats_itself();
     test_what_does_not_fit_is_refused_and_changes_nothing();
+    test_a_context_shorter_than_its_pages_is_kept();
     test_a_damaged_page_is_refused_and_left_zero();
     test_lanes_without_a_token_are_zero();
     test_cancel_from_another_thread_keeps_what_was_written();
