@@ -10,8 +10,8 @@ from .protocol.errors import DaemonUnavailable, InvalidRequest
 from .protocol.messages import Chat, Detokenize, Generate, Message, Sampling, Score
 
 Prompt = str | Iterable[int]
-# One text of the user, or messages as maps with role and content.
-Messages = str | Sequence[Mapping[str, str] | Message]
+# One text of the user, or messages as maps with role, content and what else docs/protocol.md names.
+Messages = str | Sequence[Mapping[str, Any] | Message]
 
 CONNECT_TIMEOUT_S = 10.0
 # Of session.list: few round trips, and far from the limit of a frame.
@@ -36,6 +36,13 @@ class Options(TypedDict, total=False):
     deadline_s: float
 
 
+class ChatOptions(Options, total=False):
+    """What chat takes besides: for the chat template."""
+
+    tools: Sequence[Mapping[str, Any]]
+    template_args: Mapping[str, Any]
+
+
 _SAMPLING = frozenset(Sampling.__dataclass_fields__)
 
 
@@ -45,9 +52,9 @@ def generate_request(prompt: Prompt, options: Options, *, parse_special: bool = 
     return Generate(**source, parse_special=parse_special, **_common(options))
 
 
-def chat_request(messages: Messages, options: Options) -> Chat:
+def chat_request(messages: Messages, options: ChatOptions) -> Chat:
     """Raises TypeError for an unknown option, InvalidRequest for a wrong message."""
-    return Chat(messages=_messages(messages), **_common(options))
+    return Chat(messages=_messages(messages), **_common(options, ChatOptions))
 
 
 def score_request(tokens: Prompt, deadline_s: float | None) -> Score:
@@ -60,13 +67,12 @@ def detokenize_request(tokens: Iterable[int]) -> Detokenize:
     return Detokenize(tokens=_ids(tokens))
 
 
-def _common(options: Options) -> dict[str, Any]:
+def _common(options: Options, known: type[Options] = Options) -> dict[str, Any]:
     """Options as the fields of a request: those of sampling apart, those that are None left out."""
     given = {name: value for name, value in options.items() if value is not None}
-    if unknown := given.keys() - Options.__annotations__.keys():
-        raise TypeError(
-            f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(sorted(Options.__annotations__))}"
-        )
+    names = known.__annotations__
+    if unknown := given.keys() - names.keys():
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(sorted(names))}")
     sampling = {name: given.pop(name) for name in list(given) if name in _SAMPLING}
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = [stop]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from .protocol.errors import SessionExists, SessionNotFound
 from .protocol.messages import Completing, SessionDelete, SessionFork, SessionGet, SessionInfo, SessionTruncate
-from .requests import Messages, Options, Prompt, chat_request, generate_request
+from .requests import ChatOptions, Messages, Options, Prompt, chat_request, generate_request
 
 if TYPE_CHECKING:
     from .replies import OnProgress, Reply, Stream
@@ -81,12 +81,14 @@ class Session(SessionView):
                 raise
         super().__init__(name, info, resume=resume)
 
-    def chat(self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]) -> Reply:
+    def chat(
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[ChatOptions]
+    ) -> Reply:
         """Adds messages (a text is one of the user), and gives the whole reply."""
         return self.chat_stream(messages, on_progress=on_progress, **options).result
 
     def chat_stream(
-        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[ChatOptions]
     ) -> Stream:
         """Adds messages, and gives the reply in pieces."""
         return self._client._stream(chat_request(messages, options), on_progress, self)

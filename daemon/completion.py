@@ -289,7 +289,7 @@ class Completer:
 
     def _prompt(self, request: wire.Completing) -> Prompt:
         if isinstance(request, wire.Chat):
-            return Prompt(self._chat.encode(_plain(request.messages), datetime.now()), 0, [])
+            return Prompt(self._chat.encode(_plain(request.messages), datetime.now(), _names(request)), 0, [])
         assert isinstance(request, wire.Generate)
         return Prompt(self._raw_tokens(request, is_first=True), 0, [])
 
@@ -325,17 +325,17 @@ class Completer:
         return session
 
     def _chat_prompt(self, request: wire.Chat, session: Session | None) -> Prompt:
-        new = _plain(request.messages)
+        new, names = _plain(request.messages), _names(request)
         if session is None or not session.tokens:
             now = datetime.fromtimestamp(session.created) if session else datetime.now()
-            return Prompt(self._chat.encode(new, now), 0, new, created=session is None)
+            return Prompt(self._chat.encode(new, now, names), 0, new, created=session is None)
         now = datetime.fromtimestamp(session.created)
         history = session.tokens
         if any(message["role"] == RAW for message in session.messages):
-            tokens = [*history, *self._chat.append(new, now)]
+            tokens = [*history, *self._chat.append(new, now, names)]
             return Prompt(tokens, len(history), new, note=self._note(session))
         past = self._past(session)
-        turn = self._chat.resume(history, past, new, now)
+        turn = self._chat.resume(history, past, new, now, names)
         note = self._note(session)
         if turn.rewritten:
             kept = f"the template rewrote earlier turns: {turn.keep} of {len(history)} tokens are kept"
@@ -352,7 +352,8 @@ class Completer:
                 said = session.tokens[message["start"] : message["end"]]
                 said = said[:-1] if said[-1] in self._end_tokens else said
                 content = self._tokenizer.decode(said, skip_special=True)
-            past.append({"role": message["role"], "content": content})
+            extras = {name: value for name, value in message.items() if name not in ("start", "end")}
+            past.append({**extras, "content": content})
         if past and past[-1]["role"] not in ("assistant", RAW):
             past.append({"role": "assistant", "content": ""})
         return past
@@ -517,7 +518,12 @@ def _state(session: Session, created: bool) -> wire.SessionState:
 
 
 def _plain(messages: Sequence[wire.Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+    return [{"content": "", **message.to_wire()} for message in messages]
+
+
+def _names(request: wire.Chat) -> dict[str, Any]:
+    """What the template is given beside the messages."""
+    return {**(request.template_args or {}), "tools": request.tools}
 
 
 def _check_roles(messages: Sequence[wire.Message]) -> None:

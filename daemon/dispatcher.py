@@ -175,7 +175,7 @@ class Dispatcher:
             content = message["content"]
             if content is None:  # cut off: only the tokens know its words
                 content = self._tokenizer.decode(tokens[message["start"] : message["end"]], skip_special=True)
-            messages.append(wire.StoredMessage(role=message["role"], content=content))
+            messages.append(wire.StoredMessage.from_wire({**message, "content": content}))
         state = "active" if session.active else "interrupted" if session.interrupted else "idle"
         return wire.SessionInfo(
             name=session.name,

@@ -2,7 +2,7 @@
 
 Rules:
   - The template runs in jinja2's sandbox with what `transformers` gives it, and within bounds on loops and output.
-  - Only the template makes control tokens. A message that contains a control string goes through the template as an
+  - Only the template makes control tokens. A control string in a message or a tool goes through the template as an
     opaque mark and is put back as plain text, so that neither the template nor the tokenizer sees a forged marker.
   - A new turn costs what is new: the template is rendered with a mark for the last reply, and what follows the mark is
     the suffix. It is used if what precedes it says what the stored tokens say. Otherwise the template has rewritten the
@@ -31,7 +31,9 @@ from colibri.daemon.text import Tokenizer
 from colibri.protocol.errors import TemplateError
 
 Message = Mapping[str, Any]
-"""role and content, both text."""
+"""role and content, both text, and whatever else the template may know: tool_calls, reasoning_content, name …"""
+Names = Mapping[str, Any]
+"""What a template is given beside the messages: tools, and switches of its own like enable_thinking."""
 
 # Far above any context that fits a machine; far below what would hurt it.
 _MAX_CHARACTERS = 1 << 26
@@ -142,14 +144,20 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise _template_error(error) from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, now: datetime) -> str:
-        """The conversation as text; `now` is for strftime_now. Raises TemplateError, also if the template does."""
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, now: datetime, names: Names | None = None
+    ) -> str:
+        """The conversation as text; `now` is for strftime_now. `names` cannot replace what is given here.
+
+        Raises TemplateError, also if the template does.
+        """
         variables = {
+            "tools": None,
+            "documents": None,
+            **(names or {}),
             **self._tokens,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
             "strftime_now": now.strftime,
             _BUDGET: _Budget(),
         }
@@ -193,21 +201,59 @@ class Continuation:
     """Whether the template rewrote what was there, so that less than all of it could be kept."""
 
 
+class _Marks:
+    """Stands marks in for control strings that people wrote, for one conversation: equal strings have equal marks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Nobody can type what was drawn by lot after they typed.
+        self._secret = secrets.token_hex(12)
+        self._numbers: dict[str, int] = {}
+        self._pattern = re.compile(f"mark{self._secret}n([0-9]+)e")
+
+    def hide(self, value: Any, *, special_only: bool = False) -> Any:
+        """The value with marks for control strings (those flagged special) in all its texts, keys too."""
+        if isinstance(value, str):
+            return self._hide_text(value, special_only)
+        if isinstance(value, Mapping):
+            return {
+                self.hide(k, special_only=special_only): self.hide(v, special_only=special_only)
+                for k, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.hide(item, special_only=special_only) for item in value]
+        return value
+
+    def _hide_text(self, text: str, special_only: bool) -> str:
+        if not self._tokenizer.has_control(text, special_only=special_only):
+            return text
+        hidden = self._tokenizer.replace_control(text, self._mark, special_only=special_only)
+        # What only becomes a control string when it is normalised is hidden as a whole.
+        return self._mark(text) if self._tokenizer.has_control(hidden, special_only=special_only) else hidden
+
+    def _mark(self, text: str) -> str:
+        return f"mark{self._secret}n{self._numbers.setdefault(text, len(self._numbers))}e"
+
+    def are_in(self, text: str) -> bool:
+        return self._pattern.search(text) is not None
+
+    def restore(self, text: str) -> str:
+        """The text as it was typed."""
+        texts = list(self._numbers)
+        return self._pattern.sub(lambda match: texts[int(match[1])], text)
+
+
 class ChatEncoder:
     """Messages → tokens, from nothing or behind a stored history. Thread-safe.
 
-    `template` None: the model has none, and every call raises TemplateError.
+    `template` None: the model has none, and every call raises TemplateError. `names`: see Names.
     """
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, end_tokens: frozenset[int]) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._end_tokens = end_tokens
-        # Nobody can type what this process drew by lot.
-        secret = secrets.token_hex(12)
-        self._reply = f"reply{secret}"
-        self._mark = f"message{secret}n{{}}e"
-        self._any_mark = re.compile(f"message{secret}n([0-9]+)e")
+        self._reply = f"reply{secrets.token_hex(12)}"
 
     @staticmethod
     def from_model(model_json: Mapping[str, Any], tokenizer: Tokenizer, end_tokens: frozenset[int]) -> ChatEncoder:
@@ -216,50 +262,57 @@ class ChatEncoder:
         template = ChatTemplate(source, special_token_names(model_json)) if source else None
         return ChatEncoder(template, tokenizer, end_tokens)
 
-    def encode(self, messages: Sequence[Message], now: datetime) -> list[int]:
+    def encode(self, messages: Sequence[Message], now: datetime, names: Names | None = None) -> list[int]:
         """The whole conversation, up to where the reply begins."""
-        return self._tokenizer.with_bos(self._tokens(self._render(messages, now), messages))
+        marks = _Marks(self._tokenizer)
+        return self._tokenizer.with_bos(self._tokens(self._render(messages, now, names, marks), marks))
 
-    def append(self, messages: Sequence[Message], now: datetime) -> list[int]:
+    def append(self, messages: Sequence[Message], now: datetime, names: Names | None = None) -> list[int]:
         """The conversation as tokens that stand behind others: without a BOS."""
-        tokens = self._tokens(self._render(messages, now), messages)
+        marks = _Marks(self._tokenizer)
+        tokens = self._tokens(self._render(messages, now, names, marks), marks)
         return tokens[1:] if tokens[:1] == [self._tokenizer.bos] else tokens
 
     def resume(
-        self, history: Sequence[int], past: Sequence[Message], new: Sequence[Message], now: datetime
+        self,
+        history: Sequence[int],
+        past: Sequence[Message],
+        new: Sequence[Message],
+        now: datetime,
+        names: Names | None = None,
     ) -> Continuation:
         """Goes on behind `history`: the tokens of the messages `past`, the last of which is the reply, whole or cut.
 
         Without `past` nothing is known about what the history says, and only a common beginning is kept.
         """
-        messages = [*past, *new]
-        whole = self._render(messages, now)
-        suffix = self._suffix(past, new, now)
+        marks = _Marks(self._tokenizer)
+        whole = self._render([*past, *new], now, names, marks)
+        suffix = self._suffix(past, new, now, names, marks)
         end = history[-1] if history and history[-1] in self._end_tokens else None
         said = history[:-1] if end is not None else history
-        if suffix and whole.endswith(suffix) and self._says(said, whole.removesuffix(suffix), messages):
-            tokens = self._tokens(suffix, messages)
+        if suffix and whole.endswith(suffix) and self._says(said, marks.restore(whole.removesuffix(suffix))):
+            tokens = self._tokens(suffix, marks)
             # The model's own end token stays if the template would put the same; another one makes way for it.
             if end is not None and tokens[:1] == [end]:
                 return Continuation(len(history), tokens[1:], rewritten=False)
             return Continuation(len(said), tokens, rewritten=False)
-        tokens = self._tokenizer.with_bos(self._tokens(whole, messages))
+        tokens = self._tokenizer.with_bos(self._tokens(whole, marks))
         keep = _n_common(history, tokens)
         return Continuation(keep, tokens[keep:], rewritten=True)
 
-    def _suffix(self, past: Sequence[Message], new: Sequence[Message], now: datetime) -> str | None:
+    def _suffix(
+        self, past: Sequence[Message], new: Sequence[Message], now: datetime, names: Names | None, marks: _Marks
+    ) -> str | None:
         """What the template puts behind the last reply; None if there is none, or it is not shown exactly once."""
         if not past:
             return None
         marked = [*past[:-1], {**past[-1], "content": self._reply}, *new]
-        parts = self._render(marked, now).split(self._reply)
+        parts = self._render(marked, now, names, marks).split(self._reply)
         return parts[1] if len(parts) == 2 else None
 
-    def _says(self, tokens: Sequence[int], rendered: str, messages: Sequence[Message]) -> bool:
+    def _says(self, tokens: Sequence[int], expected: str) -> bool:
         """Whether the stored tokens read as the rendered text does, apart from white space, which templates trim."""
-        stored = self._tokenizer.decode(self._without_own_bos(tokens, rendered))
-        expected = self._any_mark.sub(lambda match: messages[int(match[1])]["content"], rendered)
-        return _essence(stored) == _essence(expected)
+        return _essence(self._tokenizer.decode(self._without_own_bos(tokens, expected))) == _essence(expected)
 
     def _without_own_bos(self, tokens: Sequence[int], rendered: str) -> Sequence[int]:
         """Tokens without a BOS that came from the tokenizer and not from the template."""
@@ -268,37 +321,29 @@ class ChatEncoder:
             return tokens
         return tokens[1:]
 
-    def _render(self, messages: Sequence[Message], now: datetime) -> str:
-        """Text in which a message with control strings is a mark that names its index."""
+    def _render(self, messages: Sequence[Message], now: datetime, names: Names | None, marks: _Marks) -> str:
+        """Text in which marks stand for the control strings that people wrote."""
         if self._template is None:
             raise TemplateError(
                 "the model has no chat template", where="chat_template", hint="use generate with a raw prompt"
             )
-        guarded = [
-            {**message, "content": self._mark.format(i)} if self._is_forged(message) else message
-            for i, message in enumerate(messages)
-        ]
-        return self._template.render(guarded, add_generation_prompt=True, now=now)
-
-    def _is_forged(self, message: Message) -> bool:
         # A reply may hold the marks of its thinking: they are the model's, and the template has to see them.
-        return self._tokenizer.has_control(message["content"], special_only=message["role"] == "assistant")
+        hidden = [marks.hide(message, special_only=message["role"] == "assistant") for message in messages]
+        return self._template.render(hidden, add_generation_prompt=True, now=now, names=marks.hide(names or {}))
 
-    def _tokens(self, rendered: str, messages: Sequence[Message]) -> list[int]:
+    def _tokens(self, rendered: str, marks: _Marks) -> list[int]:
         """Tokens of rendered text; a stretch between control strings that holds a mark is encoded as plain."""
-        if not self._any_mark.search(rendered):
+        if not marks.are_in(rendered):
             return self._tokenizer.encode(rendered, parse_special=True)
         tokens: list[int] = []
         trusted: list[str] = []
         for piece in self._tokenizer.split_at_control(rendered):
-            if not self._any_mark.search(piece):
+            if not marks.are_in(piece):
                 trusted.append(piece)
                 continue
             tokens += self._tokenizer.encode("".join(trusted), parse_special=True)
             trusted.clear()
-            tokens += self._tokenizer.encode(
-                self._any_mark.sub(lambda match: messages[int(match[1])]["content"], piece)
-            )
+            tokens += self._tokenizer.encode(marks.restore(piece))
         return tokens + self._tokenizer.encode("".join(trusted), parse_special=True)
 
 

@@ -15,7 +15,7 @@ import codecs
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,11 @@ class Tokenizer:
             pieces += [text[at : match.start()], match.group()]
             at = match.end()
         return [piece for piece in [*pieces, text[at:]] if piece]
+
+    def replace_control(self, text: str, replacement: Callable[[str], str], *, special_only: bool = False) -> str:
+        """`text` with every control string (flagged special) replaced."""
+        pattern = self._special_string if special_only else self._control_string
+        return pattern.sub(lambda match: replacement(match.group()), text)
 
     def is_special(self, token: int) -> bool:
         """Whether the token is flagged special: it has no place in a reply's text."""

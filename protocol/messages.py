@@ -32,13 +32,30 @@ def _record(cls: type[Record]) -> records.Check:
 # Parts of requests.
 
 
+_JSON_MAPS = records.array(records.json_map, max_items=1 << 10)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Message(Record):
+class MessageExtras(Record):
+    """What some chat templates know of a message beside its content; others ignore it."""
+
+    name: str | None = field(records.text(max_bytes=1024), None)
+    reasoning_content: str | None = field(records.text(), None)
+    tool_calls: list[dict[str, Any]] | None = field(_JSON_MAPS, None)
+    tool_call_id: str | None = field(records.text(max_bytes=1024), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message(MessageExtras):
     """One message of a conversation."""
 
     strict = True
     role: str = field(_LABEL)
-    content: str = field(records.text())
+    content: str | None = field(records.text(), None)
+
+    def validate(self, where: str) -> None:
+        if self.content is None and self.tool_calls is None:
+            raise InvalidRequest("is missing", where=f"{where}.content" if where else "content")
 
 
 def _logit_bias(value: Any, where: str) -> dict[int, float]:
@@ -145,6 +162,8 @@ class Chat(Completing):
 
     op = "chat"
     messages: list[Message] = field(records.array(_record(Message), max_items=1 << 14, empty=False))
+    tools: list[dict[str, Any]] | None = field(_JSON_MAPS, None)
+    template_args: dict[str, Any] | None = field(records.json_map, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -393,7 +412,7 @@ class SessionSummary(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredMessage(Record):
+class StoredMessage(MessageExtras):
     """A message of a session, as session.get gives it."""
 
     role: str = field(_LABEL)

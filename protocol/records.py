@@ -169,6 +169,25 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def json_map(value: Any, where: str) -> dict[str, Any]:
+    """A map of what JSON can hold."""
+    _check_json(mapping(value, where), where)
+    checked: dict[str, Any] = value
+    return checked
+
+
+def _check_json(value: Any, where: str) -> None:
+    if type(value) is dict:
+        for key, item in value.items():
+            _check_json(text()(key, where), where)
+            _check_json(item, f"{where}.{key[:40]}")
+    elif type(value) is list:
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]")
+    elif not (value is None or type(value) in (str, bool, int) or (type(value) is float and math.isfinite(value))):
+        raise _refusal(value, where, "a value that JSON has")
+
+
 # Control characters, line and paragraph separators.
 _BREAKS = frozenset({"Cc", "Zl", "Zp"})
 

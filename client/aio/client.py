@@ -28,6 +28,7 @@ from ..replies import OnProgress, Reply
 from ..requests import (
     CONNECT_TIMEOUT_S,
     PAGE_SESSIONS,
+    ChatOptions,
     Messages,
     Options,
     Prompt,
@@ -143,13 +144,13 @@ class Client:
         return self._stream(generate_request(prompt, options, parse_special=parse_special), on_progress)
 
     async def chat(
-        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[ChatOptions]
     ) -> Reply:
         """Answers a whole conversation (a text is one message of the user) and keeps nothing; see session()."""
         return await self.chat_stream(messages, on_progress=on_progress, **options).result()
 
     def chat_stream(
-        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[ChatOptions]
     ) -> Stream:
         """Like chat, in pieces."""
         return self._stream(chat_request(messages, options), on_progress)

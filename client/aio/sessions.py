@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from ..protocol.errors import SessionNotFound
 from ..protocol.messages import SessionDelete, SessionFork, SessionGet, SessionInfo, SessionTruncate
-from ..requests import Messages, Options, Prompt, chat_request, generate_request
+from ..requests import ChatOptions, Messages, Options, Prompt, chat_request, generate_request
 from ..sessions import SessionView
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ class Session(SessionView):
         return cls(client, name, info, resume=resume)
 
     async def chat(
-        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[ChatOptions]
     ) -> Reply:
         """Adds messages (a text is one of the user), and gives the whole reply."""
         return await self.chat_stream(messages, on_progress=on_progress, **options).result()
 
     def chat_stream(
-        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[Options]
+        self, messages: Messages, *, on_progress: OnProgress | None = None, **options: Unpack[ChatOptions]
     ) -> Stream:
         """Adds messages, and gives the reply in pieces."""
         return self._client._stream(chat_request(messages, options), on_progress, self)

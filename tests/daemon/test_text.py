@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import unicodedata
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colibri.daemon.text import IncrementalDecoder, StopStrings, TextStream, Tokenizer, UnsupportedTokenizer
+from colibri.native import Model
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,88 @@ def pieces(tokenizer: Tokenizer, ids: list[int], *, at_start: bool = True) -> li
 def test_text_is_tokenised_as_the_reference_does(pair: tuple[Tokenizer, tokenizers.Tokenizer], text: str) -> None:
     ours, reference = pair
     assert ours.encode(text) == reference.encode(text, add_special_tokens=False).ids
+
+
+# Where pre-tokenisers split differently: categories, combining, direction, white space, case, digits, normal forms.
+HARD_UNICODE = [
+    "It's we'll THEY'RE I\u2019m 'tis o'clock rock'n'roll",
+    "  two   three    four \n\n\n\t\ttabs \r\n crlf\r cr \x0b\x0c end  ",
+    "nbsp\u00a0thin\u2009ideographic\u3000zero\u200bwidth\u2060joiner\ufeffbom\u2028line\u2029paragraph\u0085next",
+    "1234567890 3.14159 1,000,000 0x1F 1e-9 \u0661\u0662\u0663 \u0967\u0968\u0969 \u2160\u2161"
+    " \u00bd\u00b2\u2083 \U0001d7d8",
+    "e\u0301 \u00e9 n\u0303 \u1e9b\u0323 \uac00 \u1100\u1161\u11a8 \u0915\u094d\u0937\u093f a\u0300\u0316\u0327",
+    "\u0627\u0644\u0639\u064e\u0631\u0628\u0650\u064a\u0651\u0629 \u05e9\u05b8\u05dc\u05d5\u05b9\u05dd"
+    " \u202eright\u202c to left \u200f\u200e",
+    "\u0e20\u0e32\u0e29\u0e32\u0e44\u0e17\u0e22 \u1781\u17d2\u1798\u17c2\u179a"
+    " \u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8 \uff8a\uff9d\uff76\uff78"
+    " \u4f60\u597d\uff0c\u4e16\u754c\u3002",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f44d\U0001f3fd"
+    " \U0001f1e9\U0001f1ea\U0001f1eb \u2764\ufe0f\u2764\ufe0e 1\ufe0f\u20e3",
+    "\u00df\u1e9e \u0130i\u0307 \u03c3\u03c2\u03a3 \u01c5 \ufb01\ufb00 \u212b \u2126 \uff21\uff22\uff23",
+    "\x00\x01\x1b[0m\x7f\u0080 \ufffd\ufffe\uffff \ue000\uf8ff \U000e0001\U0010ffff",
+    "snake_case camelCase SCREAMING kebab-case path/to/file.py?a=b&c=d#e user@example.org $#@!%^&*()[]{}",
+    "z" * 300 + " " * 300 + "\n" * 40 + "\u0301" * 40 + "\U0001f426" * 40,
+    "\u2581 \u2581\u2581a <0x41> <0xE9> \u0120\u010a",
+    "",
+    " ",
+    "\n",
+]
+# Regular expressions that models published since 2019 split text with, each in its tokenizer.json.
+SPLITS = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+    "deepseek": r"\p{N}{1,3}|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+|[^\s\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece", "nfc", "shipped", *SPLITS])
+def published(request: pytest.FixtureRequest, byte_level_json: str, sentencepiece_json: str) -> str:
+    """The tokenizer.json of one kind."""
+    if request.param == "sentencepiece":
+        return sentencepiece_json
+    if request.param == "shipped":
+        with Model(Path(__file__).parents[2] / "models" / "default.colibri") as model:
+            return str(model.json["tokenizer"])
+    data = json.loads(byte_level_json)
+    if request.param == "nfc":
+        data["normalizer"] = {"type": "NFC"}
+    elif request.param in SPLITS:
+        split = {"type": "Split", "pattern": {"Regex": SPLITS[request.param]}, "behavior": "Isolated", "invert": False}
+        whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole]}
+    return json.dumps(data)
+
+
+def test_hard_unicode_is_tokenised_as_the_reference_does(published: str) -> None:
+    ours, reference = Tokenizer(published), tokenizers.Tokenizer.from_str(published)
+    for text in [*HARD_UNICODE, "".join(HARD_UNICODE)]:
+        expected = reference.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == expected
+        assert ours.encode(text, parse_special=True) == expected
+
+
+@pytest.mark.oracle
+def test_hard_unicode_is_tokenised_as_transformers_does(published: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is the reference")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(published))
+    ours = Tokenizer(published)
+    for text in HARD_UNICODE:
+        assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
+
+
+def test_hard_unicode_comes_back_as_it_was(published: str) -> None:
+    tokenizer = Tokenizer(published)
+    normal_form = json.loads(published)["normalizer"] == {"type": "NFC"}
+    for text in HARD_UNICODE:
+        expected = unicodedata.normalize("NFC", text) if normal_form else text
+        if tokenizer.strips_leading_space:  # SentencePiece writes a space as U+2581, and knows no difference
+            expected = expected.replace("\u2581", " ")
+        ids = tokenizer.encode(text)
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == expected
 
 
 @given(

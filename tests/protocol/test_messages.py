@@ -161,7 +161,17 @@ def test_a_field_of_another_type_is_refused_by_name(op: str, name: str) -> None:
         ("chat", {"messages": []}, "messages"),
         ("chat", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("chat", {"messages": [{"role": "", "content": ""}]}, "messages[0].role"),
-        ("chat", {"messages": [{"role": "user", "content": "", "name": "x"}]}, "messages[0].name"),
+        ("chat", {"messages": [{"role": "user", "content": "", "nickname": "x"}]}, "messages[0].nickname"),
+        ("chat", {"messages": [{"role": "user", "content": "", "name": 7}]}, "messages[0].name"),
+        ("chat", {"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
+        ("chat", {"messages": [{"role": "user", "content": ""}], "tools": [{"f": [1, b"x"]}]}, "tools[0].f[1]"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": ""}], "template_args": {"a": {"b": float("inf")}}},
+            "template_args.a.b",
+        ),
+        ("chat", {"messages": [{"role": "user", "content": ""}], "template_args": []}, "template_args"),
         ("chat", {"messages": [{"role": "user", "content": ["parts"]}]}, "messages[0].content"),
         ("score", {}, "tokens"),
         ("score", {"tokens": [1], "text": "a"}, "tokens"),
@@ -173,6 +183,16 @@ def test_a_field_of_another_type_is_refused_by_name(op: str, name: str) -> None:
 )
 def test_a_value_out_of_range_is_refused_by_its_path(op: str, fields: dict[str, Any], where: str) -> None:
     assert refusal(op, fields).where == where
+
+
+def test_what_a_template_may_know_of_a_message_comes_through() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": [1, 2.5, None, True, "ü"]}}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"},
+    ]
+    fields = {"messages": messages, "tools": [call], "template_args": {"enable_thinking": False}}
+    assert REQUESTS["chat"].from_wire(fields).to_wire() == fields | {"max_tokens": 256, "sampling": {}}
 
 
 @pytest.mark.parametrize(
