@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from .protocol import default_socket_path
 from .protocol.errors import DaemonUnavailable, InvalidRequest
 from .protocol.messages import Chat, Detokenize, Generate, Message, Sampling, Score
 
 Prompt = str | Iterable[int]
 # One text of the user, or messages as maps with role, content and what else docs/protocol.md names.
 Messages = str | Sequence[Mapping[str, Any] | Message]
+
+_MESSAGE_HINT = "a message is {'role': 'user', 'content': '…'}"
 
 CONNECT_TIMEOUT_S = 10.0
 # Of session.list: few round trips, and far from the limit of a frame.
@@ -48,7 +52,7 @@ _SAMPLING = frozenset(Sampling.__dataclass_fields__)
 
 def generate_request(prompt: Prompt, options: Options, *, parse_special: bool = False) -> Generate:
     """Raises TypeError for an unknown option; values are checked when it is sent."""
-    source = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": _ids(prompt)}
+    source = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": _ids(prompt, "prompt", "text or token ids")}
     return Generate(**source, parse_special=parse_special, **_common(options))
 
 
@@ -59,12 +63,12 @@ def chat_request(messages: Messages, options: ChatOptions) -> Chat:
 
 def score_request(tokens: Prompt, deadline_s: float | None) -> Score:
     """Of text or token ids."""
-    source = {"text": tokens} if isinstance(tokens, str) else {"tokens": _ids(tokens)}
+    source = {"text": tokens} if isinstance(tokens, str) else {"tokens": _ids(tokens, "tokens", "text or token ids")}
     return Score(**source, deadline_s=deadline_s)
 
 
 def detokenize_request(tokens: Iterable[int]) -> Detokenize:
-    return Detokenize(tokens=_ids(tokens))
+    return Detokenize(tokens=_ids(tokens, "tokens", "token ids"))
 
 
 def _common(options: Options, known: type[Options] = Options) -> dict[str, Any]:
@@ -84,29 +88,51 @@ def _common(options: Options, known: type[Options] = Options) -> dict[str, Any]:
 def _messages(messages: Messages) -> list[Message]:
     if isinstance(messages, str):
         return [Message(role="user", content=messages)]
-    return [
-        message if isinstance(message, Message) else Message.from_wire(dict(message), f"messages[{i}]")
-        for i, message in enumerate(messages)
-    ]
+    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequest(
+            f"must be text or a list of messages, not {_shown(messages)}", where="messages", hint=_MESSAGE_HINT
+        )
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _ids(tokens: Iterable[int]) -> list[int]:
-    """Token ids as plain integers: numpy's are welcome."""
+def _message(message: Mapping[str, str] | Message, where: str) -> Message:
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"must be a message, not {_shown(message)}", where=where, hint=_MESSAGE_HINT)
+    return Message.from_wire(dict(message), where)
+
+
+def _ids(tokens: Iterable[int], where: str, what: str) -> list[int]:
+    """Token ids as plain integers: numpy's are welcome. Bytes are no ids, though each of them is an integer."""
+    if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
+        raise InvalidRequest(f"must be {what}, not {_shown(tokens)}", where=where)
     try:
         return [operator.index(token) for token in tokens]
     except TypeError as error:
-        raise InvalidRequest(f"must be token ids: {error}", where="tokens") from None
+        raise InvalidRequest(f"must be {what}: {error}", where=where) from None
+
+
+def _shown(value: object) -> str:
+    """A wrong value for an error: enough of it to know it again."""
+    words = repr(value)
+    return words if len(words) <= 40 else f"{words[:37]}…"
+
+
+def socket_path(path: str | os.PathLike[str] | None) -> str:
+    """Where connect() looks. Raises TypeError for what is no path."""
+    return default_socket_path() if path is None else os.fsdecode(path)
 
 
 def unavailable(path: str, error: OSError) -> DaemonUnavailable:
     """Why nobody could be reached at `path`, and what to do."""
-    start = "start it with: colibrid --model MODEL.colibri"
+    start = "start it with: colibrid --model default"
     if isinstance(error, FileNotFoundError):
         words, hint = "no daemon listens here", start
     elif isinstance(error, ConnectionRefusedError):
         words, hint = "the socket is there, but no daemon answers", start
     elif isinstance(error, PermissionError):
-        words, hint = "this user may not connect", "run as the daemon's user, or start it with --socket-group"
+        words, hint = "this user may not connect", "run as the daemon's user"
     elif isinstance(error, TimeoutError):
         words, hint = "the daemon does not accept connections", "is it overloaded or stopped?"
     else:

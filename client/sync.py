@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from .protocol import default_socket_path
 from .protocol.errors import DeadlineExceeded
 from .protocol.messages import (
     Completing,
@@ -37,13 +37,14 @@ from .requests import (
     generate_request,
     not_greeted,
     score_request,
+    socket_path,
 )
 from .sessions import Session
 from .transport import Transport, open_socket
 
 
 def connect(
-    path: str | None = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     timeout_s: float | None = CONNECT_TIMEOUT_S,
     reply_timeout_s: float | None = None,
@@ -54,7 +55,7 @@ def connect(
     `timeout_s` bounds connecting; `reply_timeout_s` the silence between answers (DeadlineExceeded), by default none,
     since a long prompt takes its time. Raises DaemonUnavailable, which says what to do; UnsupportedVersion.
     """
-    path = default_socket_path() if path is None else path
+    path = socket_path(path)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     transport = Transport(open_socket(path, timeout_s))
     try:

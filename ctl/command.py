@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import json
 import sys
 from collections.abc import Callable
@@ -60,6 +61,12 @@ def online(function: F) -> F:
             return function(client, **arguments)
 
     return command  # type: ignore[return-value]
+
+
+def carried_model() -> str | None:
+    """Path of the model that the package carries, if it does."""
+    path = importlib.resources.files("colibri").joinpath("models", "default.colibri")
+    return str(path) if path.is_file() else None
 
 
 def exit_code(error: colibri.ColibriError) -> int:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.resources
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +23,7 @@ import click
 
 import colibri
 
-from .command import EXIT_ERROR, fail, offline
+from .command import EXIT_ERROR, carried_model, fail, offline
 
 # A tiny model on a slow, busy machine is ready within this; beyond it something is wrong.
 START_TIMEOUT_S = 60.0
@@ -179,10 +177,10 @@ def _wait_until_written(client: colibri.Client) -> None:
 
 def default_model() -> str:
     """Path of the model that the package carries."""
-    path = importlib.resources.files("colibri").joinpath("models", "default.colibri")
-    if not path.is_file():
+    path = carried_model()
+    if path is None:
         raise DemoFailed("this installation carries no default model; name one with --model")
-    return os.fspath(path)  # type: ignore[call-overload, no-any-return]
+    return path
 
 
 def report(figures: Figures) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from .command import EXIT_ERROR, EXIT_NOT_INSTALLED, fail, offline
+from .command import EXIT_ERROR, EXIT_NOT_INSTALLED, carried_model, fail, offline
 from .output import print_figures, print_json
 
 
@@ -66,7 +66,12 @@ def progress_bar(as_json: bool) -> Iterator[Callable[[Any], None] | None]:
 @click.option("--verify", is_flag=True, help="Read it all and compare every checksum.")
 @offline
 def inspect(model: Path, verify: bool, as_json: bool) -> None:
-    """What a .colibri file holds, checked as strictly as the daemon checks it."""
+    """What a .colibri file holds, checked as strictly as the daemon checks it.
+
+    MODEL may be `default`, the model that comes with colibri.
+    """
+    if str(model) == "default":
+        model = Path(carried_model() or model)
     with converter(as_json) as library:
         inspection = library.inspect(model, verify=verify)
     print_json(inspection.to_dict()) if as_json else print_figures(inspection.to_dict())

@@ -36,7 +36,11 @@ def _model_path(context: click.Context, parameter: click.Parameter, value: str) 
     return Path(str(model))
 
 
-@click.command(context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
+# Underscores in names are as good as hyphens.
+_SETTINGS = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
+
+
+@click.command(context_settings=_SETTINGS)
 @click.option("--model", required=True, callback=_model_path, metavar="FILE", help="A .colibri file, or `default`.")
 @click.option(
     "--socket",

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import click
 
@@ -54,7 +55,11 @@ _SAVE_TIMEOUT_S = 20.0
 
 
 class CannotStart(click.ClickException):
-    """What stands in the way; click prints it and exits with 1."""
+    """What stands in the way, in one line; exit code 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """As colibrictl says its errors."""
+        click.echo(f"colibrid: {self.format_message()}", file=file, err=file is None)
 
 
 @dataclass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from ..protocol import default_socket_path
 from ..protocol.messages import (
     Completing,
     Health,
@@ -37,6 +37,7 @@ from ..requests import (
     generate_request,
     not_greeted,
     score_request,
+    socket_path,
     unavailable,
 )
 from .sessions import Session
@@ -48,7 +49,7 @@ MAX_UNREAD = 1 << 14
 
 
 def connect(
-    path: str | None = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     timeout_s: float | None = CONNECT_TIMEOUT_S,
     max_unread: int = MAX_UNREAD,
@@ -60,7 +61,7 @@ def connect(
     `timeout_s` bounds connecting; `max_unread` the pieces of one reply that may wait to be fetched. Raises
     DaemonUnavailable, which says what to do; UnsupportedVersion.
     """
-    return Connecting(default_socket_path() if path is None else path, timeout_s, max_unread, client)
+    return Connecting(socket_path(path), timeout_s, max_unread, client)
 
 
 class Connecting:

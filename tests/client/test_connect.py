@@ -31,6 +31,16 @@ def test_the_socket_is_found_in_the_environment(daemon: FakeDaemon, monkeypatch:
         assert client.path == daemon.path
 
 
+def test_a_path_object_is_a_path(daemon: FakeDaemon) -> None:
+    with colibri.connect(Path(daemon.path)) as client:
+        assert client.path == daemon.path
+
+
+def test_what_is_no_path_is_a_type_error_that_says_so() -> None:
+    with pytest.raises(TypeError, match=r"str, bytes or os\.PathLike object, not int"):
+        colibri.connect(5)  # type: ignore[arg-type]
+
+
 def test_no_socket_says_how_to_start_the_daemon(tmp_path: Path) -> None:
     error = unavailable(tmp_path / "none")
     assert "no daemon listens here" in str(error)

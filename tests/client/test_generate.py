@@ -421,3 +421,18 @@ def test_a_failure_for_a_dropped_stream_is_not_raised_elsewhere(client: colibri.
     for _ in client.generate("a"):
         break
     assert client.health() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("wrong", [5, None, b"abc"], ids=repr)
+def test_a_prompt_of_the_wrong_type_is_shown(client: colibri.Client, wrong: Any) -> None:
+    with pytest.raises(colibri.InvalidRequest) as caught:
+        client.generate(wrong)
+    assert str(caught.value) == f"prompt: must be text or token ids, not {wrong!r}"
+
+
+@pytest.mark.parametrize("wrong", [["hello"], {"role": "user", "content": "hello"}, 5, [5]], ids=repr)
+def test_messages_of_the_wrong_type_are_told_what_a_message_is(client: colibri.Client, wrong: Any) -> None:
+    with pytest.raises(colibri.InvalidRequest) as caught:
+        client.chat(wrong)
+    assert str(caught.value.where).startswith("messages")
+    assert "{'role': 'user', 'content': " in str(caught.value.hint)

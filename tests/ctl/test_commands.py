@@ -237,6 +237,10 @@ def test_a_checkpoint_that_is_not_there_is_one_line(ctl: Ctl, tmp_path: Path) ->
     assert error["message"]
 
 
+def test_inspect_knows_the_model_that_comes_along_as_the_daemon_does(ctl: Ctl) -> None:
+    assert as_json(ctl("inspect", "default", "--json"))["path"].endswith("models/default.colibri")
+
+
 def test_inspect_calls_the_library(ctl: Ctl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("colibri.convert.inspect", recording(calls), raising=False)

@@ -36,9 +36,7 @@ def test_no_daemon_is_3_and_says_what_to_do(ctl: Ctl, tmp_path: Path, arguments:
     path = str(tmp_path / "none")
     result = ctl(*arguments, "--socket", path)
     assert result.exit_code == 3
-    assert result.stderr == (
-        f"colibrictl: {path}: no daemon listens here (start it with: colibrid --model MODEL.colibri)\n"
-    )
+    assert result.stderr == (f"colibrictl: {path}: no daemon listens here (start it with: colibrid --model default)\n")
     assert result.stdout == ""
 
 

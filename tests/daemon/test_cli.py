@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 def test_every_option_is_on_the_page_and_the_other_way_round() -> None:
     documented = set(re.findall(r"^\| `(--[a-z-]+)", PAGE.read_text(), flags=re.MULTILINE))
     options = {option for parameter in colibrid.params for option in parameter.opts}
-    assert documented == options - {"--version", "--help"}
+    assert documented == options - {"--version", "-h", "--help"}
 
 
 def test_defaults_on_the_page_are_those_of_the_command() -> None:
