@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from colibri.daemon.call import Call
 from colibri.daemon.completion import Completer, StepEvents
 from colibri.daemon.engine import EngineThread
+from colibri.daemon.model_file import ModelFile
 from colibri.daemon.scheduler import Event, Failed, Finished, Request, Scored
 from colibri.daemon.sessions import Session, Sessions
 from colibri.daemon.text import Tokenizer
@@ -40,6 +41,7 @@ class Dispatcher:
         sessions: Sessions,
         tokenizer: Tokenizer,
         executor: Executor,
+        model_file: ModelFile,
         figures: dict[str, Callable[[], Figures]],
     ) -> None:
         self.server_info = server_info
@@ -49,6 +51,7 @@ class Dispatcher:
         self._sessions = sessions
         self._tokenizer = tokenizer
         self._executor = executor
+        self._model_file = model_file
         self._figures = figures
         self._started = time.monotonic()
         self._n_served = dict.fromkeys(wire.REQUESTS, 0)
@@ -69,6 +72,8 @@ class Dispatcher:
         """The result of a call: a Record or a map. Raises ColibriError."""
         request = call.request
         self._n_served[request.op] += 1
+        if isinstance(request, wire.Completing | wire.Score):
+            self._model_file.check()
         if isinstance(request, wire.Completing):
             return await self._completer.complete(call)
         if isinstance(request, wire.Score):
@@ -199,6 +204,7 @@ class Dispatcher:
         return {
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started, 3),
+            "model_file": self._model_file.state(),
             "requests": {op: n for op, n in self._n_served.items() if n},
             **figures,
         }
@@ -207,4 +213,8 @@ class Dispatcher:
         return self.server_info.model.to_wire()
 
     async def _health(self, _: wire.Health) -> Figures:
-        return {"status": "ok", "uptime_s": round(time.monotonic() - self._started, 3)}
+        return {
+            "status": "failing" if self._model_file.is_lost else "ok",
+            "model_file": self._model_file.state(),
+            "uptime_s": round(time.monotonic() - self._started, 3),
+        }

@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 from colibri.daemon.kv_types import (
     E_CANCELED,
+    E_IO,
     E_NUMERIC,
     PAGE_TOKENS,
     ROW_LOGITS,
@@ -51,6 +52,7 @@ from colibri.protocol.errors import (
     ColibriError,
     InternalError,
     InvalidRequest,
+    ModelLost,
     NumericError,
     Overloaded,
     PromptTooLong,
@@ -489,7 +491,7 @@ class Scheduler:
                 return  # nothing changed; whoever asked for it is swept in the next step, the others go on
             if len(chunks) == 1:
                 log.exception("the engine failed")
-                self._fail(chunks[0].ticket, InternalError(f"the engine failed: {error}"))
+                self._fail(chunks[0].ticket, _engine_error(error))
                 return
         else:
             self._process(chunks, result)
@@ -595,6 +597,13 @@ class Scheduler:
             prefill_s=max(0.0, first - started - ticket.load_s),
             decode_s=now - first,
         )
+
+
+def _engine_error(error: Exception) -> ColibriError:
+    """What a refused step means for the request that was alone in it."""
+    if getattr(error, "code", None) == E_IO:
+        return ModelLost(str(error), hint="replace a model by renaming, and restart colibrid")
+    return InternalError(f"the engine failed: {error}")
 
 
 def _tell(ticket: Ticket, event: Event) -> None:

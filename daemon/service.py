@@ -31,6 +31,7 @@ from colibri.daemon.config import Config, format_size
 from colibri.daemon.connection import Connection
 from colibri.daemon.dispatcher import Dispatcher
 from colibri.daemon.engine import EngineThread
+from colibri.daemon.model_file import ModelFile
 from colibri.daemon.pages import PageTable, numerics_key
 from colibri.daemon.scheduler import Limits, Scheduler
 from colibri.daemon.server import Server
@@ -116,6 +117,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         socket = SocketPath(config.socket)
         stack.callback(socket.close)
         model = stack.enter_context(_open_model(config.model))
+        model_file = ModelFile(config.model)
         tokenizer = Tokenizer.from_model(model.json)
         data = stack.enter_context(DataDir(config.data_dir, budget_bytes=config.kv_disk_bytes))
         context = _open_context(config, model)
@@ -162,6 +164,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         sessions=sessions,
         tokenizer=tokenizer,
         executor=executor,
+        model_file=model_file,
         figures={
             "scheduler": scheduler.stats,
             "pages": pages.stats,

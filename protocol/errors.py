@@ -20,6 +20,7 @@
     ├── StorageError              storage_error
     │   └── StorageFull           storage_full
     ├── NumericError              numeric_error        a row of the model is not finite
+    ├── ModelLost                 model_lost           the model file was cut, or its disk failed, under the daemon
     ├── TemplateError             template_error       the chat template raised, or there is none
     ├── ShuttingDown              shutting_down
     ├── InternalError             internal_error       a bug of ours; the log has the traceback
@@ -151,6 +152,10 @@ class StorageFull(StorageError):
 
 class NumericError(ColibriError):
     type = "numeric_error"
+
+
+class ModelLost(ColibriError):
+    type = "model_lost"
 
 
 class TemplateError(ColibriError):

@@ -62,6 +62,8 @@ static void embed_row(void *argument, size_t row, unsigned worker) {
 }
 
 int colibri_run_step(struct colibri_context *ctx, const colibri_batch_t *batch) {
+    int code = colibri_check_pages(ctx->model, colibri_error_of(ctx));
+    if (code) return code;
     begin_step(ctx, batch);
     colibri_pool_run(&ctx->pool, ctx->step.n_threads, batch->n_rows, embed_row, ctx);
     for (uint32_t layer = 0; layer < ctx->model->header.n_layers; layer++) {
@@ -71,7 +73,7 @@ int colibri_run_step(struct colibri_context *ctx, const colibri_batch_t *batch) 
     }
     colibri_head(ctx);
     for (size_t row = 0; row < batch->n_rows; row++) batch->row_status[row] = ctx->bad[row] ? COLIBRI_E_NUMERIC : COLIBRI_OK;
-    return COLIBRI_OK;
+    return colibri_check_pages(ctx->model, colibri_error_of(ctx)); /* or what was computed is not the model's */
 }
 
 int colibri_forward(colibri_context_t *ctx, const colibri_batch_t *batch) {

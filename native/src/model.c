@@ -2,8 +2,8 @@
  * Opening a model: the header and tables are read and checked (model_file.c), then the file is mapped read-only and private. Weights are
  * touched when they are first used.
  *
- * The mapping relies on the file staying as it is. One that is truncated while it is mapped raises SIGBUS, as for any mapped file:
- * replace a model by renaming, never in place.
+ * The mapping relies on the file staying as it is: replace a model by renaming, never in place. One that is cut while it is mapped ends
+ * in COLIBRI_E_IO (lost_pages.c).
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -77,6 +77,7 @@ static int map_file(struct colibri_model *model, int fd, struct colibri_error er
     if (map == MAP_FAILED)
         return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %" PRIu64 " bytes: %s", model->header.file_bytes, strerror(errno));
     model->map = map;
+    colibri_watch_pages(model);
     return COLIBRI_OK;
 }
 
@@ -112,6 +113,7 @@ int colibri_model_open(colibri_model_t **out, const char *path, char *err, size_
 
 void colibri_model_close(colibri_model_t *model) {
     if (!model) return;
+    colibri_unwatch_pages(model);
     if (model->map) munmap((void *)(uintptr_t)model->map, model->header.file_bytes);
     free(model->layers);
     free(model->expert_checksums);
@@ -165,7 +167,7 @@ int colibri_model_verify(const colibri_model_t *model, char *err, size_t err_byt
             return colibri_fail(error, COLIBRI_E_CHECKSUM, "%s: checksum: expert block %" PRIu64 " is damaged", model->path, block);
     if (colibri_checksum(model->map + header->json_offset, header->json_bytes) != header->json_checksum)
         return colibri_fail(error, COLIBRI_E_CHECKSUM, "%s: json_checksum: the JSON is damaged", model->path);
-    return COLIBRI_OK;
+    return colibri_check_pages(model, error);
 }
 
 const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part) {

@@ -6,6 +6,7 @@
 #ifndef COLIBRI_MODEL_H
 #define COLIBRI_MODEL_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -44,6 +45,7 @@ struct colibri_model {
     struct layer *layers; /* [header.n_layers] */
     const uint8_t *map;   /* [header.file_bytes], read-only */
     char *path;
+    atomic_bool lost; /* a page of the file could not be read */
 };
 
 /* Which of an expert's three matrices. */
@@ -53,6 +55,11 @@ enum expert_part { EXPERT_GATE, EXPERT_UP, EXPERT_DOWN };
 const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part);
 /* Asks the system to read a block ahead; advice, without an error. */
 void colibri_expert_prefetch(const struct colibri_model *model, size_t block);
+
+/* lost_pages.c. From colibri_watch_pages on, a page of the mapping that cannot be read counts as zeros, and colibri_check_pages fails. */
+void colibri_watch_pages(struct colibri_model *model);
+void colibri_unwatch_pages(struct colibri_model *model);
+int colibri_check_pages(const struct colibri_model *model, struct colibri_error error);
 
 /* model_file.c: the checks of docs/format.md. Each returns COLIBRI_OK or a code with a sentence that starts with the field's name. */
 

@@ -91,6 +91,7 @@ def test_the_constants_are_those_of_the_engine() -> None:
         native.ROW_SCORE,
     )
     assert native.Canceled.code == kv_types.E_CANCELED
+    assert native.IOFailure.code == kv_types.E_IO
     assert native.NumericFailure.code == kv_types.E_NUMERIC
 
 
