@@ -256,6 +256,7 @@ class Completer:
         sessions: Sessions,
         numerics: Mapping[str, Any],
         executor: Executor,
+        text_executor: Executor,
     ) -> None:
         self._engine = engine
         self._events = events
@@ -266,6 +267,7 @@ class Completer:
         self._sessions = sessions
         self._numerics = dict(numerics)
         self._executor = executor
+        self._text_executor = text_executor
         self.order = TurnOrder()
 
     async def complete(self, call: Call) -> wire.Completion:
@@ -275,15 +277,19 @@ class Completer:
         if isinstance(request, wire.Chat):
             _check_roles(request.messages)
         if request.session is None:
-            return await self._serve(call, request, await self._run(self._prompt, request), None)
+            return await self._serve(call, request, await self._read(self._prompt, request), None)
         async with self.order.turn(request.session, call) as is_our_turn:
             if not is_our_turn:
                 return self._not_begun(call, request)
-            prompt = await self._run(self._session_prompt, request)
+            prompt = await self._read(self._session_prompt, request)
             return await self._serve(call, request, prompt, request.session)
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args))
+
+    async def _read(self, function: Callable[..., T], *args: Any) -> T:
+        """Template and tokenizer, apart from the disk: who brings a book must not hold up the ends of others' turns."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_executor, partial(function, *args))
 
     # -- from a request to tokens (in the executor)
 

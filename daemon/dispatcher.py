@@ -42,6 +42,7 @@ class Dispatcher:
         tokenizer: Tokenizer,
         executor: Executor,
         model_file: ModelFile,
+        text_executor: Executor,
         figures: dict[str, Callable[[], Figures]],
     ) -> None:
         self.server_info = server_info
@@ -52,6 +53,7 @@ class Dispatcher:
         self._tokenizer = tokenizer
         self._executor = executor
         self._model_file = model_file
+        self._text_executor = text_executor
         self._figures = figures
         self._started = time.monotonic()
         self._n_served = dict.fromkeys(wire.REQUESTS, 0)
@@ -86,12 +88,16 @@ class Dispatcher:
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args))
 
+    async def _read(self, function: Callable[..., T], *args: Any) -> T:
+        """As `_run`, for the tokenizer, which may take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_executor, partial(function, *args))
+
     # -- tokens
 
     async def _score(self, call: Call, request: wire.Score) -> wire.Scores:
         tokens = request.tokens
         if tokens is None:
-            tokens = await self._run(partial(self._tokenizer.encode, request.text or "", add_special=True))
+            tokens = await self._read(partial(self._tokenizer.encode, request.text or "", add_special=True))
         if len(tokens) < 2:
             self._check_tokens(tokens)
             return wire.Scores(logprobs=[], tokens=tokens)
@@ -126,11 +132,11 @@ class Dispatcher:
             parse_special=request.parse_special,
             add_special=request.add_special,
         )
-        return wire.TokenIds(tokens=await self._run(encode))
+        return wire.TokenIds(tokens=await self._read(encode))
 
     async def _detokenize(self, request: wire.Detokenize) -> wire.Text:
         self._check_tokens(request.tokens)
-        return wire.Text(text=await self._run(self._tokenizer.decode, request.tokens))
+        return wire.Text(text=await self._read(self._tokenizer.decode, request.tokens))
 
     # -- sessions
 

@@ -49,8 +49,10 @@ from colibri.protocol.errors import ShuttingDown, TemplateError
 log = logging.getLogger("colibri.daemon")
 
 _ELEMENT_BYTES = {"f16": 2, "f32": 4}
-# What blocks is short (a record, a tokenizer run); more threads would only take turns with the engine's.
+# What blocks on the disk is short, and so is reading most texts; more threads would only take turns with the engine's.
 _EXECUTOR_THREADS = 4
+# Pages are numbered in 32 bits, with a sign.
+_MAX_PAGES = (1 << 31) - 1
 # After cancelling, for turns to be saved, and for the engine to end its step and save pages.
 _SAVE_TIMEOUT_S = 20.0
 
@@ -144,6 +146,8 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
     )
     executor = ThreadPoolExecutor(_EXECUTOR_THREADS, thread_name_prefix="colibri-blocking")
     stack.callback(executor.shutdown)
+    text_executor = ThreadPoolExecutor(_EXECUTOR_THREADS, thread_name_prefix="colibri-text")
+    stack.callback(text_executor.shutdown, cancel_futures=True)
     completer = Completer(
         engine=engine,
         events=events,
@@ -154,6 +158,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         sessions=sessions,
         numerics={"kv_format": config.kv_format, "numerics_version": NUMERICS_VERSION},
         executor=executor,
+        text_executor=text_executor,
     )
     server: Server
     dispatcher = Dispatcher(
@@ -165,6 +170,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         tokenizer=tokenizer,
         executor=executor,
         model_file=model_file,
+        text_executor=text_executor,
         figures={
             "scheduler": scheduler.stats,
             "pages": pages.stats,
@@ -200,6 +206,9 @@ def _open_context(config: Config, model: Model) -> Context:
     if n_pages < 2:
         needed = format_size(2 * _page_bytes(config, model))
         raise CannotStart(f"--kv-ram {format_size(config.kv_ram_bytes)} is too small: two KV pages take {needed}")
+    if n_pages > _MAX_PAGES:
+        most = format_size(_MAX_PAGES * _page_bytes(config, model))
+        raise CannotStart(f"--kv-ram {format_size(config.kv_ram_bytes)} is too large: KV pages take at most {most}")
     if config.context > model.info.max_positions:
         raise CannotStart(f"--context {config.context} is more than the {model.info.max_positions} of the model")
     return Context(
