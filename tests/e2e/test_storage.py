@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -152,14 +153,31 @@ def test_a_damaged_session_is_named_and_the_others_live(daemon: DaemonProcess) -
 # Change
 
 
+def changed_checkpoint(tiny_checkpoint: Path, folder: Path, what: str) -> Path:
+    """The tiny checkpoint with one weight or the rope settings changed."""
+    checkpoint = shutil.copytree(tiny_checkpoint, folder / "changed")
+    if what == "rope":
+        config = json.loads((checkpoint / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] = 10000.0
+        (checkpoint / "config.json").write_text(json.dumps(config))
+    if what == "weights":
+        with (checkpoint / "model.safetensors").open("r+b") as file:
+            file.seek(-2, 2)
+            file.write(b"\0\0")
+    return checkpoint
+
+
+@pytest.mark.parametrize(("what", "quantize"), [("weights", "f32"), ("quantisation", "q8"), ("rope", "f32")])
 def test_another_model_goes_on_from_the_token_ids_and_says_so(
-    daemon: DaemonProcess, tiny_q8_model_path: Path, tmp_path: Path
+    daemon: DaemonProcess, tiny_checkpoint: Path, tmp_path: Path, what: str, quantize: str
 ) -> None:
     with daemon, daemon.connect() as client:
         hold_a_conversation(client)
         before = tokens_of(client, "s")
         daemon.stop()
-    with DaemonProcess(tiny_q8_model_path, tmp_path) as changed, changed.connect() as client:
+    other = tmp_path / "other.colibri"
+    convert(changed_checkpoint(tiny_checkpoint, tmp_path, what), other, quantize=quantize)
+    with DaemonProcess(other, tmp_path) as changed, changed.connect() as client:
         reply = client.chat("and now?", session="s", max_tokens=8, sampling=GREEDY)
         assert reply.result.usage.cached_tokens == 0
         assert "model changed" in reply.result.note
