@@ -2,9 +2,6 @@
  * How many processors this process may use: its affinity mask, cut by the CPU quota of its cgroup and of those above it. A container that is
  * given 2 of 64 cores by quota would otherwise start 64 threads that are throttled in turn.
  */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE
-#endif
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>

@@ -5,7 +5,6 @@
  * The handler does only what is safe in one: atomic loads and stores, and mmap, which is a plain system call. Faults outside of our
  * mappings are given back to whoever had the signal before.
  */
-#define _GNU_SOURCE /* MAP_ANONYMOUS beside sigaction */
 
 #include <signal.h>
 #include <stdatomic.h>
