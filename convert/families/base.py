@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..architecture import Architecture
 from ..config import Config
 from ..errors import UnsupportedModel
-from ..format import Role
+from ..format import ArchFlag, Role
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,16 @@ MLP_EXPERTS: tuple[ExpertNames, ...] = (
         down="model.layers.{layer}.mlp.experts.down_proj",
     ),
 )
+
+
+def common_flags(config: Config) -> ArchFlag:
+    """What most families ask in the same words, and leave off where it is not said."""
+    flags = ArchFlag(0)
+    if config.boolean("norm_topk_prob", False):
+        flags |= ArchFlag.NORM_TOPK
+    if config.boolean("tie_word_embeddings", False):
+        flags |= ArchFlag.TIED
+    return flags
 
 
 def dense_layers(config: Config, n_layers: int) -> frozenset[int]:

@@ -16,17 +16,14 @@ from .base import (
     QK_NORM_NAMES,
     QKV_BIAS_NAMES,
     Family,
+    common_flags,
     refuse_other_activation,
     refuse_window,
 )
 
 
 def _flags(config: Config) -> ArchFlag:
-    flags = ArchFlag.QK_NORM_WHOLE
-    if config.boolean("norm_topk_prob", False):
-        flags |= ArchFlag.NORM_TOPK
-    if config.boolean("tie_word_embeddings", False):
-        flags |= ArchFlag.TIED
+    flags = ArchFlag.QK_NORM_WHOLE | common_flags(config)
     if config.boolean("attention_bias", False):
         flags |= ArchFlag.QKV_BIAS | ArchFlag.O_BIAS
     if config.get("clip_qkv") is not None:

@@ -15,6 +15,7 @@ from .base import (
     MLP_EXPERTS,
     QKV_BIAS_NAMES,
     Family,
+    common_flags,
     dense_layers,
     refuse_other_activation,
     refuse_window,
@@ -22,11 +23,7 @@ from .base import (
 
 
 def _flags(config: Config) -> ArchFlag:
-    flags = ArchFlag.SHARED_EXPERT | ArchFlag.SHARED_GATED
-    if config.boolean("norm_topk_prob", False):
-        flags |= ArchFlag.NORM_TOPK
-    if config.boolean("tie_word_embeddings", False):
-        flags |= ArchFlag.TIED
+    flags = ArchFlag.SHARED_EXPERT | ArchFlag.SHARED_GATED | common_flags(config)
     if config.boolean("qkv_bias", True):
         flags |= ArchFlag.QKV_BIAS
     return flags

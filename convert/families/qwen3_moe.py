@@ -17,6 +17,7 @@ from .base import (
     QK_NORM_NAMES,
     QKV_BIAS_NAMES,
     Family,
+    common_flags,
     dense_layers,
     refuse_other_activation,
     refuse_window,
@@ -24,11 +25,7 @@ from .base import (
 
 
 def _flags(config: Config) -> ArchFlag:
-    flags = ArchFlag.QK_NORM_HEAD
-    if config.boolean("norm_topk_prob", False):
-        flags |= ArchFlag.NORM_TOPK
-    if config.boolean("tie_word_embeddings", False):
-        flags |= ArchFlag.TIED
+    flags = ArchFlag.QK_NORM_HEAD | common_flags(config)
     if config.boolean("attention_bias", False):
         flags |= ArchFlag.QKV_BIAS | ArchFlag.O_BIAS
     return flags
