@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from colibri.daemon.connection import Connection
 from colibri.daemon.socket_path import BACKLOG
@@ -21,9 +23,11 @@ class Server:
         self.connections: set[Connection] = set()
 
     async def start(self, listening: socket.socket) -> None:
-        """Serves on a socket, which stays the caller's to remove."""
+        """Serves on a socket, whose path stays the caller's to remove."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(self._accept, sock=listening, backlog=BACKLOG)
+        # From Python 3.13 on a server would unlink the path of any socket it is given, one that was passed to us too.
+        keep: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        self._server = await loop.create_unix_server(self._accept, sock=listening, backlog=BACKLOG, **keep)
 
     def _accept(self) -> Connection:
         connection = self._make_connection()

@@ -1,9 +1,9 @@
 """A daemon from start to end: start-up, the life in between, shut-down.
 
-    claim the socket's path → open the model → lock the data directory → lay out the KV pool → start the engine thread
-    → listen → ready
+    take the socket that was passed, or claim a path → open the model → lock the data directory → lay out the KV pool
+    → start the engine thread → listen → ready
     SIGTERM or SIGINT → stop accepting → let requests finish for a while → cancel the rest, which saves their turns
-    → save KV pages → close the databases → remove the socket → exit 0
+    → save KV pages → close the databases → remove the socket, if it is ours → exit 0
     a second signal → exit at once; what was acknowledged is on disk
 
 Whatever stands in the way of a start is said in one sentence, with exit code 1, before anything was changed.
@@ -36,6 +36,7 @@ from colibri.daemon.pages import PageTable, numerics_key
 from colibri.daemon.scheduler import Limits, Scheduler
 from colibri.daemon.server import Server
 from colibri.daemon.sessions import Sessions
+from colibri.daemon.socket_activation import BadPassedSocket, PassedSocket, take_passed_socket
 from colibri.daemon.socket_path import SocketInUse, SocketPath
 from colibri.daemon.template import ChatEncoder
 from colibri.daemon.text import Tokenizer
@@ -70,7 +71,7 @@ class Daemon:
     """The parts of a running daemon, in the order in which they were opened."""
 
     config: Config
-    socket: SocketPath
+    socket: SocketPath | PassedSocket
     model: Model
     data: DataDir
     engine: EngineThread
@@ -116,7 +117,7 @@ def _open_model(path: Path) -> Model:
 def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStack) -> Daemon:
     """Opens everything; `stack` closes it. Raises CannotStart."""
     try:
-        socket = SocketPath(config.socket)
+        socket = take_passed_socket() or SocketPath(config.socket)
         stack.callback(socket.close)
         model = stack.enter_context(_open_model(config.model))
         model_file = ModelFile(config.model)
@@ -124,7 +125,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         data = stack.enter_context(DataDir(config.data_dir, budget_bytes=config.kv_disk_bytes))
         context = _open_context(config, model)
         stack.callback(context.close)
-    except (SocketInUse, NativeError, StoreError, OSError, ValueError) as error:
+    except (BadPassedSocket, SocketInUse, NativeError, StoreError, OSError, ValueError) as error:
         raise CannotStart(str(error)) from error
     key = numerics_key(model.info.fingerprint, kv_format=config.kv_format, version=NUMERICS_VERSION)
     pages = PageTable(context, n_pages=_n_pages(config, model), key=key, store=data.pages)
