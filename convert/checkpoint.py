@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import ml_dtypes  # noqa: F401 - safetensors finds the dtype bfloat16 by name once this is imported
 import numpy as np
@@ -97,6 +97,20 @@ def _parse_header(text: bytes, path: Path) -> tuple[dict[str, SourceTensor], int
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"its header is not that of a safetensors file: {error}", where=str(path)) from None
     return tensors, end
+
+
+class WeightSource(Protocol):
+    """Named weights of a folder that has the configuration: what a conversion asks of a Checkpoint."""
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]: ...
+    @property
+    def files(self) -> Sequence[str]: ...
+    def check_dtype(self, name: str) -> None: ...
+    def read(self, name: str, index: tuple[slice | int, ...] = ...) -> Floats: ...
+    def bands(self, name: str, rows: slice, band_rows: int, prefix: tuple[int, ...] = ...) -> Iterator[Floats]: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class Checkpoint:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from colibri.native import Model, NativeError, checksum
 
 from .architecture import Architecture
-from .checkpoint import Checkpoint, read_json
+from .checkpoint import Checkpoint, WeightSource, read_json
 from .config import Config
 from .errors import TensorError, UnsupportedModel
 from .families import find
@@ -94,9 +94,16 @@ def parse_format(name: str) -> Format:
 
 
 def convert(
-    source: str | Path, out: str | Path, *, quantize: str = "q8", progress: Callable[[Progress], None] | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    quantize: str = "q8",
+    progress: Callable[[Progress], None] | None = None,
+    open_weights: Callable[[Path], WeightSource] = Checkpoint,
 ) -> Report:
     """Converts a checkpoint (a folder, or a model id in the local Hugging Face cache) and writes `out`.
+
+    `open_weights` opens the folder's weights; with another one than Checkpoint they need not be in files.
 
     Raises ConvertError; then `out` is as it was before. Memory: one encoded tensor, and a band of its source.
     """
@@ -108,7 +115,7 @@ def convert(
     architecture = family.architecture(config)
     config.refuse_unread()
     assets = read_text_assets(folder, architecture.vocabulary)
-    with Checkpoint(folder) as checkpoint:
+    with open_weights(folder) as checkpoint:
         plan = make_plan(checkpoint, family, architecture, weights)
         conversion = _Conversion(checkpoint, plan, assets, progress)
         conversion.write(out)
@@ -135,7 +142,7 @@ class _Conversion:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: WeightSource,
         plan: Plan,
         assets: TextAssets,
         progress: Callable[[Progress], None] | None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .architecture import Architecture, tensor_specs
-from .checkpoint import Checkpoint
+from .checkpoint import WeightSource
 from .errors import TensorError
 from .families import ExpertNames, Family
 from .format import ArchFlag, Format, Role, TensorSpec
@@ -49,7 +49,7 @@ class Plan:
     notes: list[str]
 
 
-def make_plan(checkpoint: Checkpoint, family: Family, architecture: Architecture, weights: Format) -> Plan:
+def make_plan(checkpoint: WeightSource, family: Family, architecture: Architecture, weights: Format) -> Plan:
     """Matches a checkpoint with its description; TensorError where they differ."""
     notes: list[str] = []
     architecture = _settle_head(checkpoint, family, architecture, notes)
@@ -63,7 +63,7 @@ def make_plan(checkpoint: Checkpoint, family: Family, architecture: Architecture
 class _Finder:
     """Looks tensors up by candidate names and remembers which were used."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: WeightSource) -> None:
         self.checkpoint = checkpoint
         self.used: set[str] = set()
         self.missing: list[str] = []
@@ -115,7 +115,7 @@ def _find_experts(
     return found
 
 
-def _is_present(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> bool:
+def _is_present(checkpoint: WeightSource, names: ExpertNames, layer: int) -> bool:
     templates = (names.gate_up, names.down) if names.fused else (names.gate, names.up, names.down)
     return any(template.format(layer=layer, expert=0) in checkpoint.tensors for template in templates)
 
@@ -167,7 +167,7 @@ def _and_more(names: list[str]) -> str:
     return f", and so {'are' if len(names) > 2 else 'is'} {shown}" + (f" and {rest} more" if rest > 0 else "")
 
 
-def _settle_head(checkpoint: Checkpoint, family: Family, architecture: Architecture, notes: list[str]) -> Architecture:
+def _settle_head(checkpoint: WeightSource, family: Family, architecture: Architecture, notes: list[str]) -> Architecture:
     """Rule for tied embeddings with a head in the checkpoint: an equal head is dropped; one that differs is kept, with
     a warning.
 
@@ -183,7 +183,7 @@ def _settle_head(checkpoint: Checkpoint, family: Family, architecture: Architect
     return replace(architecture, flags=architecture.flags & ~ArchFlag.TIED)
 
 
-def _equal(checkpoint: Checkpoint, one: str, other: str, band_rows: int = 1024) -> bool:
+def _equal(checkpoint: WeightSource, one: str, other: str, band_rows: int = 1024) -> bool:
     shape = checkpoint.tensors[one].shape
     if shape != checkpoint.tensors[other].shape or len(shape) != 2:
         return False

@@ -21,6 +21,7 @@ FOLDERS = {
     "convert": "convert",
     "daemon": "daemon",
     "ctl": "ctl",
+    "bench": "bench",
 }
 ALLOWED = {
     "protocol": set(),
@@ -29,7 +30,8 @@ ALLOWED = {
     "client": {"protocol"},
     "convert": {"native"},
     "daemon": {"protocol", "native", "kvstore"},
-    "ctl": {"client", "protocol", "convert"},
+    "ctl": {"client", "protocol", "convert", "bench"},
+    "bench": {"client", "native", "convert"},
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ["protocol", "client", "kvstore", "convert", "daemon", "ctl", "native/python"]
+PARTS = ["protocol", "client", "kvstore", "convert", "daemon", "ctl", "bench", "native/python"]
 
 
 def installed_files() -> set[Path]:

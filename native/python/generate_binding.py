@@ -1,6 +1,6 @@
-"""Writes the cffi extension's C source from the declarations of colibri.h.
+"""Writes a cffi extension's C source from the declarations of a header.
 
-python generate_binding.py colibri.h _binding.c
+python generate_binding.py colibri.native._binding colibri.h _binding.c
 """
 
 import pathlib
@@ -16,10 +16,11 @@ def declarations(header: str) -> str:
     return re.sub(r"\bCOLIBRI_(API|RESTRICT)\b", "", body)
 
 
-def main(header_path: str, output_path: str) -> None:
+def main(module: str, header_path: str, output_path: str) -> None:
     ffi = FFI()
-    ffi.cdef(declarations(pathlib.Path(header_path).read_text()))
-    ffi.set_source("colibri.native._binding", '#include "colibri.h"', py_limited_api=True)
+    header = pathlib.Path(header_path)
+    ffi.cdef(declarations(header.read_text()))
+    ffi.set_source(module, f'#include "{header.name}"', py_limited_api=True)
     ffi.emit_c_code(output_path)
 
 
