@@ -91,7 +91,7 @@ static double int8_peak(const char *isa)
 {
 #if defined(__x86_64__)
     double per_second = 2.0 * CHAINS * PEAK_STEPS;
-    if (strcmp(isa, "avx512vnni") == 0) return per_second * 64 / best_time(peak_512, NULL);
+    if (strcmp(isa, "avx512vnni") == 0 || strcmp(isa, "amx") == 0) return per_second * 64 / best_time(peak_512, NULL);
     if (strcmp(isa, "avxvnni") == 0) return per_second * 32 / best_time(peak_vnni, NULL);
     if (strcmp(isa, "avx2") == 0) return per_second * 32 / best_time(peak_avx2, NULL);
 #endif
@@ -146,7 +146,7 @@ static const struct {
 /* An expert of 1408 × 2048 (from the caches) by many rows; a head of as many rows as fill the memory by one. */
 static void bench_products(const struct colibri_kernels *f, const struct memory *memory, double peak, double bandwidth)
 {
-    static const size_t rows[] = {1, 2, 4, 8, 16, 64, 512};
+    static const size_t rows[] = {1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512};
     const size_t k = 2048, n_tiles = 1408 / COLIBRI_TILE_ROWS;
     int scalar = strcmp(f->name, "scalar") == 0;
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {

@@ -89,7 +89,7 @@ typedef struct colibri_context_options {
     uint32_t prefill_threads; /* for a batch of which any sequence has more than one row; 0 means usable cores */
     uint32_t decode_threads;  /* for the others; 0 means usable cores */
     uint64_t seed;            /* for colibri_infer */
-    const char *isa;          /* "scalar", "avx2", "avxvnni", "avx512vnni"; NULL: $COLIBRI_ISA, else the best that passes its trial */
+    const char *isa;          /* "scalar", "avx2", "avxvnni", "avx512vnni", "amx"; NULL: $COLIBRI_ISA, else the best that passes its trial */
 } colibri_context_options_t;
 
 /* One step: rows of any number of sequences. The rows of a sequence stand together, at consecutive positions. Row i writes K

@@ -2,6 +2,8 @@
  * Which table to use. This file alone asks the CPU, and believes it only so far: before a table is handed out, each of its functions runs a
  * small problem and must equal the scalar table bit for bit (trial.c).
  */
+#define _GNU_SOURCE /* syscall */
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,10 +14,17 @@
 #if defined(COLIBRI_HAVE_AVX2) || defined(COLIBRI_HAVE_AVX512VNNI)
 #include <cpuid.h>
 #endif
+#ifdef COLIBRI_HAVE_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 extern const struct colibri_kernels colibri_kernels_scalar;
 #ifdef COLIBRI_HAVE_AVX512VNNI
 extern const struct colibri_kernels colibri_kernels_avx512vnni;
+#endif
+#ifdef COLIBRI_HAVE_AMX
+extern const struct colibri_kernels colibri_kernels_amx;
 #endif
 #ifdef COLIBRI_HAVE_AVX2
 extern const struct colibri_kernels colibri_kernels_avx2, colibri_kernels_avxvnni;
@@ -42,6 +51,8 @@ struct feature {
 #define AVX512BW {"AVX512BW", 7, 0, EBX, 30}
 #define AVX512VL {"AVX512VL", 7, 0, EBX, 31}
 #define AVX512_VNNI {"AVX512_VNNI", 7, 0, ECX, 11}
+#define AMX_TILE {"AMX_TILE", 7, 0, EDX, 24}
+#define AMX_INT8 {"AMX_INT8", 7, 0, EDX, 25}
 
 static int cpu_has(const struct feature *f)
 {
@@ -49,7 +60,7 @@ static int cpu_has(const struct feature *f)
     return __get_cpuid_count(f->leaf, f->subleaf, &r[0], &r[1], &r[2], &r[3]) && r[f->in] >> f->bit & 1;
 }
 
-/* XCR0 tells which registers the operating system saves: bits 1 and 2 are xmm and ymm, 5 to 7 the masks and zmm. */
+/* XCR0 tells which registers the operating system saves: bits 1 and 2 are xmm and ymm, 5 to 7 the masks and zmm, 17 and 18 AMX's tiles. */
 static int system_saves(unsigned mask)
 {
     static const struct feature OSXSAVE = {"OSXSAVE", 1, 0, ECX, 27};
@@ -80,6 +91,19 @@ REQUIRES(avxvnni_lacks, 0x06, AVX2, FMA, F16C, AVX_VNNI)
 #ifdef COLIBRI_HAVE_AVX512VNNI
 REQUIRES(avx512vnni_lacks, 0xe6, AVX2, FMA, F16C, AVX512F, AVX512DQ, AVX512BW, AVX512VL, AVX512_VNNI)
 #endif
+#ifdef COLIBRI_HAVE_AMX
+REQUIRES(amx_features_lack, 0x600e6, AVX2, FMA, F16C, AVX512F, AVX512DQ, AVX512BW, AVX512VL, AVX512_VNNI, AMX_TILE, AMX_INT8)
+
+/* Linux keeps the tile registers from a process until it asks: a thread that uses them has 8 KiB more to save. */
+#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18
+static const char *amx_lacks(void)
+{
+    const char *lacking = amx_features_lack();
+    if (lacking) return lacking;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? NULL : "the system's leave to use tile registers";
+}
+#endif
 
 #endif
 
@@ -89,6 +113,9 @@ static const struct isa {
     const struct colibri_kernels *table;
     const char *(*lacks)(void); /* NULL, or what the CPU lacks for it */
 } isas[] = {
+#ifdef COLIBRI_HAVE_AMX
+    {&colibri_kernels_amx, amx_lacks},
+#endif
 #ifdef COLIBRI_HAVE_AVX512VNNI
     {&colibri_kernels_avx512vnni, avx512vnni_lacks},
 #endif
@@ -101,6 +128,9 @@ static const struct isa {
 #define N_ISAS (sizeof isas / sizeof isas[0])
 
 const char *const colibri_isa_names[] = {
+#ifdef COLIBRI_HAVE_AMX
+    "amx",
+#endif
 #ifdef COLIBRI_HAVE_AVX512VNNI
     "avx512vnni",
 #endif

@@ -6,8 +6,8 @@
  * aligned where `aligned` is said, otherwise any float alignment will do; kernels never read or write outside the stated shape (but may
  * prefetch beyond it). Weights may hold any bytes: a wrong file gives wrong numbers, no more.
  *
- * kernels_<isa>.c compiles the one source, kernels.inc, over the 16 lanes of lanes_scalar.h, lanes_avx2.h or lanes_avx512.h; dispatch.c alone
- * asks the CPU, and trial.c proves a table before it is used.
+ * kernels_<isa>.c compiles the one source, kernels.inc, over the 16 lanes of lanes_scalar.h, lanes_avx2.h or lanes_avx512.h; kernels_amx.c
+ * is AVX-512 with another way to multiply q8 matrices. dispatch.c alone asks the CPU, and trial.c proves a table before it is used.
  */
 #ifndef COLIBRI_KERNELS_H
 #define COLIBRI_KERNELS_H

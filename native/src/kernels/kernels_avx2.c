@@ -3,4 +3,4 @@
 #include "kernels.inc"
 
 extern const struct colibri_kernels colibri_kernels_avx2;
-const struct colibri_kernels colibri_kernels_avx2 = KERNELS_TABLE("avx2");
+const struct colibri_kernels colibri_kernels_avx2 = KERNELS_TABLE("avx2", matmul);

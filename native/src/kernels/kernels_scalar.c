@@ -3,4 +3,4 @@
 #include "kernels.inc"
 
 extern const struct colibri_kernels colibri_kernels_scalar;
-const struct colibri_kernels colibri_kernels_scalar = KERNELS_TABLE("scalar");
+const struct colibri_kernels colibri_kernels_scalar = KERNELS_TABLE("scalar", matmul);
