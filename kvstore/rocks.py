@@ -138,8 +138,11 @@ class Database:
             return self._db.live_files()
 
     def compact(self) -> None:
+        """Raises StoreDamaged, which RocksDB itself does not tell; after that it takes no writes."""
         with typed_errors(self.path):
             self._db.compact_range(None, None)
+            if self._db.property_int_value("rocksdb.background-errors"):
+                raise StoreDamaged(f"{self.path}: a compaction met damage")
 
     def flush(self) -> None:
         with typed_errors(self.path):

@@ -13,12 +13,14 @@ that is gone is noticed as surely as one that is damaged. What the fields mean i
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rocksdict import BlockBasedOptions, Options
 
@@ -27,13 +29,22 @@ from colibri.kvstore.records import BadRecord, seal, unseal
 from colibri.kvstore.reserve import Reserve
 from colibri.kvstore.rocks import Batch, Database, base_options, skipping_all_damage, skipping_damaged_log
 
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Position = tuple[int, int]  # (turn, part)
 
 # Kept on disk to be given back when the volume is full: enough for the ends of many turns.
 RESERVE_BYTES = 8 << 20
 
-# Compacted when there are more. Every one costs a reader a look.
+# Files that came from memory and were not merged with the others; compacted when there are more. Every one costs a
+# reader a look, and space that removed records still take.
 _MAX_FILES = 8
+
+# Of records in memory; then they become a file.
+_MEMORY_BYTES = 8 << 20
 
 # How long a write waits for RocksDB after the reserve was released: it looks for free space every 5 s.
 _RECOVERY_S = 7.0
@@ -56,6 +67,44 @@ class Record:
         return (self.turn, self.part)
 
 
+class _Gate:
+    """Any number may use the database at once; who opens it again is alone with it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_inside = 0
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """May be nested."""
+        with self._changed:
+            self._n_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody gets in from when the last one has left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._n_inside == 0)
+            yield
+
+
+def _shared(method: Callable[Concatenate[TruthStore, P], T]) -> Callable[Concatenate[TruthStore, P], T]:
+    """A method that reads."""
+
+    @functools.wraps(method)
+    def inside(self: TruthStore, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._gate.shared():
+            return method(self, *args, **kwargs)
+
+    return inside
+
+
 class TruthStore:
     """Logs of records by name. Threads may share it; writers to one name must take turns."""
 
@@ -63,10 +112,15 @@ class TruthStore:
         self._path = Path(path)
         self._reserve = Reserve(self._path.with_suffix(".reserve"), reserve_bytes)
         self._write_lock = threading.Lock()
+        self._gate = _Gate()
+        self._compactable = True
+        self._compactor: threading.Thread | None = None
+        self._unchecked_bytes = 0  # written since the last look at the files
         self.log_was_damaged = False
         self._db = self._open()
         self._identity = _identity(self._path)
-        self._compact()
+        if self._has_many_files():
+            self._compact()
         self._reserve.take()
 
     def _open(self) -> Database:
@@ -89,16 +143,32 @@ class TruthStore:
         except StoreDamaged:
             return Database(self._path, skipping_all_damage(_options()))
 
+    def _has_many_files(self) -> bool:
+        return sum(file["level"] == 0 for file in self._db.files()) > _MAX_FILES
+
     def _compact(self) -> None:
-        if len(self._db.files()) <= _MAX_FILES:
-            return
         try:
             self._db.compact()
-        except StoreError:
+        except StoreError as error:
             # After a compaction that met damage RocksDB takes no writes until it is opened again.
-            self._db.close()
-            self._db = self._open()
+            log.warning("the sessions' database cannot be compacted: %s", error)
+            self._compactable = False
+            with self._gate.alone():
+                with contextlib.suppress(StoreError):  # it cannot move to table files what the log has
+                    self._db.close()
+                self._db = self._open()
 
+    def _compact_if_due(self, batch: Batch) -> None:
+        """On a thread of its own, so that whoever writes or reads goes on."""
+        self._unchecked_bytes += sum(len(key) + len(value) for key, value, _ in batch.puts)
+        if self._unchecked_bytes < _MEMORY_BYTES or (self._compactor is not None and self._compactor.is_alive()):
+            return
+        self._unchecked_bytes = 0
+        if self._compactable and self._has_many_files():
+            self._compactor = threading.Thread(target=self._compact, name="colibri-truth-compaction", daemon=True)
+            self._compactor.start()
+
+    @_shared
     def head(self, name: str) -> dict[str, Any] | None:
         """None if there is no such name. Raises RecordCorrupt."""
         key = _head_key(name)
@@ -108,6 +178,7 @@ class TruthStore:
         except (StoreDamaged, BadRecord):
             raise RecordCorrupt(name, [0]) from None
 
+    @_shared
     def records(self, name: str) -> list[Record]:
         """The whole log, in order. Raises NotFound, or RecordCorrupt naming every turn that is damaged or gone."""
         key = _head_key(name)
@@ -177,7 +248,7 @@ class TruthStore:
     def delete(self, name: str) -> None:
         """Forgets the name, damaged or not. Raises NotFound."""
         first, end = name.encode() + b"\0", _behind(name)
-        with contextlib.suppress(StoreDamaged):
+        with self._gate.shared(), contextlib.suppress(StoreDamaged):
             if not any(True for _ in self._db.scan(first)):
                 raise NotFound(f"no records under {name!r}")
         batch = Batch()
@@ -188,6 +259,18 @@ class TruthStore:
     def _write(self, batch: Batch, *, sync: bool) -> None:
         with self._write_lock:
             self._refuse_if_removed()
+            try:
+                self._write_with_reserve(batch, sync=sync)
+            except StoreDamaged:
+                if self._compactor is None:
+                    raise
+                # A compaction has just met damage, and is about to open the database again.
+                self._compactor.join()
+                self._write_with_reserve(batch, sync=sync)
+            self._compact_if_due(batch)
+
+    def _write_with_reserve(self, batch: Batch, *, sync: bool) -> None:
+        with self._gate.shared():
             try:
                 self._db.write(batch, sync=sync)
             except StoreFull:
@@ -213,6 +296,7 @@ class TruthStore:
                     raise
                 time.sleep(0.01)
 
+    @_shared
     def heads(self, after: str | None, limit: int) -> list[tuple[str, dict[str, Any] | None]]:
         """Up to `limit` names behind `after`, in the order of their bytes, each with its head (None: damaged)."""
         result: list[tuple[str, dict[str, Any] | None]] = []
@@ -260,6 +344,8 @@ class TruthStore:
         return False
 
     def close(self) -> None:
+        if self._compactor is not None:
+            self._compactor.join()
         with self._write_lock:
             # Damage to a table file costs one block, damage to a log may cost more. On a full disk the log has to do.
             with contextlib.suppress(StoreError):
@@ -283,8 +369,8 @@ def _options() -> Options:
     blocks = BlockBasedOptions()
     blocks.set_block_size(_BLOCK_BYTES)
     options.set_block_based_table_factory(blocks)
-    options.set_write_buffer_size(8 << 20)
-    # A compaction that meets a damaged block would stop all writes, so it is done when opening only.
+    options.set_write_buffer_size(_MEMORY_BYTES)
+    # A compaction that meets a damaged block stops all writes until the next open, so it is done by us.
     options.set_disable_auto_compactions(True)
     options.set_level_zero_slowdown_writes_trigger(1 << 20)
     options.set_level_zero_stop_writes_trigger(1 << 20)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,80 @@ def test_what_rocksdb_says_becomes_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"):
         TruthStore(tmp_path / "file" / "truth", reserve_bytes=0)
+
+
+# Compaction while the store is open
+
+
+def replaced_head(store: TruthStore, name: str, n_bytes: int) -> None:
+    """Writes that leave nothing but their last one to be kept."""
+    store.commit(name, [], previous=(0, 0), head={"text": b"x" * n_bytes}, sync=False)
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Records become a file after so many bytes; the least that RocksDB takes."""
+    monkeypatch.setattr("colibri.kvstore.truth._MEMORY_BYTES", 64 << 10)
+    return 64 << 10
+
+
+def wait_for_compaction(store: TruthStore) -> None:
+    if store._compactor is not None:
+        store._compactor.join()
+
+
+def test_files_stay_few_and_small_while_the_store_is_written_to(tmp_path: Path, small_memory: int) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    add(store, "alice", 0)
+    for _ in range(400):  # 100 times what is kept
+        replaced_head(store, "bob", small_memory // 4)
+        wait_for_compaction(store)
+    files = store._db.files()
+    assert len(files) < 20
+    assert sum(file["size"] for file in files) < 40 * small_memory
+    assert len(store.records("alice")) == 1
+    store.close()
+
+
+def test_damage_that_a_compaction_meets_stops_no_writer_and_no_reader(tmp_path: Path, small_memory: int) -> None:
+    path = tmp_path / "truth"
+    written(path)
+    damaged = bytearray(marker("alice", 1))
+    damaged[1000] ^= 1
+    rewrite(path, marker("alice", 1), bytes(damaged), pattern="*.sst")
+    store = TruthStore(path, reserve_bytes=0)
+    before = store._db
+    for _ in range(60):
+        for name in ("aaron", "carol"):  # on both sides, so that every new file has to be merged with the damaged one
+            replaced_head(store, name, small_memory // 4)
+        wait_for_compaction(store)
+        assert len(store.records("bob")) == 4
+    assert store._db is not before  # it did meet the damage
+    with pytest.raises(RecordCorrupt, match=r"turn 1$"):
+        store.records("alice")
+    store.close()
+
+
+def test_readers_on_other_threads_never_meet_a_closed_database(tmp_path: Path) -> None:
+    written(tmp_path / "truth")
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+
+    def fail() -> None:
+        raise StoreError("damage")
+
+    reading = threading.Event()
+
+    def read() -> int:
+        n = 0
+        while not reading.is_set():
+            n += len(store.records("alice")) + len(store.heads(None, 10))
+        return n
+
+    with ThreadPoolExecutor(2) as executor:
+        readers = [executor.submit(read) for _ in range(2)]
+        for _ in range(5):
+            store._db.compact = fail  # type: ignore[method-assign]
+            store._compact()
+        reading.set()
+        assert all(reader.result() for reader in readers)
+    store.close()
