@@ -15,6 +15,9 @@ from .transport import CANCEL_TIMEOUT_S, Transport
 # A piece of a reply: .text, .ids, and where asked for .logprobs and .top.
 Piece = Token
 
+# Of a text in a repr.
+_SHOWN_CHARACTERS = 40
+
 T = TypeVar("T")
 
 OnProgress = Callable[[int, int], object]
@@ -63,6 +66,16 @@ class Received:
     def tokens(self) -> list[int]:
         """The token ids that have come so far."""
         return [token for piece in self._pieces for token in piece.ids]
+
+    def __repr__(self) -> str:
+        """How far it is, and the beginning of its text."""
+        if self._open:
+            state = "open"
+        elif self._reply is not None:
+            state = f"ended by {self._reply.finish_reason}"
+        else:
+            state = f"ended by {type(self._error or Cancelled('')).__name__}"
+        return f"<{type(self).__name__} {state}, {len(self.tokens)} tokens: {shorten(self.text)!r}>"
 
     def _take(self, body: Body) -> Piece | None:
         """Takes an answer in; gives it back if it is a piece."""
@@ -186,6 +199,11 @@ class Stream(Received, Iterator[Piece]):
         if getattr(self, "_open", False):
             self._open = False
             self._transport.drop(self._id)
+
+
+def shorten(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
 
 
 def _joined(parts: list[list[T] | None]) -> list[T] | None:

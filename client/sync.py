@@ -82,6 +82,10 @@ class Client:
         self.server = server  # .model, .limits, .server as told in hello
         self.path = path
 
+    def __repr__(self) -> str:
+        state = ", of no further use" if self._transport.failed else ""
+        return f"<colibri.Client of {self.server.model.name} at {self.path}{state}>"
+
     def __enter__(self) -> Self:
         return self
 

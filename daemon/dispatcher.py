@@ -29,7 +29,9 @@ Figures = dict[str, Any]
 
 
 class Dispatcher:
-    """Serves calls. `figures` are asked for `stats`: each a name and a function that the engine thread runs."""
+    """Serves calls. `figures` are asked for `stats`: each a name and a function that the engine thread runs.
+    `problems` are asked for `health`: what does not work although requests are served, in sentences.
+    """
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Dispatcher:
         model_file: ModelFile,
         text_executor: Executor,
         figures: dict[str, Callable[[], Figures]],
+        problems: Callable[[], list[str]] = list,
     ) -> None:
         self.server_info = server_info
         self._completer = completer
@@ -55,6 +58,7 @@ class Dispatcher:
         self._model_file = model_file
         self._text_executor = text_executor
         self._figures = figures
+        self._problems = problems
         self._started = time.monotonic()
         self._n_served = dict.fromkeys(wire.REQUESTS, 0)
         self._operations: dict[type[wire.Request], Callable[[Any], Awaitable[Any]]] = {
@@ -219,8 +223,10 @@ class Dispatcher:
         return self.server_info.model.to_wire()
 
     async def _health(self, _: wire.Health) -> Figures:
+        problems = self._problems()
         return {
-            "status": "failing" if self._model_file.is_lost else "ok",
+            "status": "failing" if self._model_file.is_lost else "degraded" if problems else "ok",
             "model_file": self._model_file.state(),
+            "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
         }

@@ -183,12 +183,19 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
             },
             "server": lambda: {"connections": len(server.connections), "max_connections": config.max_connections},
         },
+        problems=lambda: _storage_problems(data),
     )
     server = Server(
         lambda: Connection(dispatcher, max_output_bytes=config.max_output_bytes),
         max_connections=config.max_connections,
     )
     return Daemon(config, socket, model, data, engine, executor, dispatcher, server)
+
+
+def _storage_problems(data: DataDir) -> list[str]:
+    """Sentences for `health`."""
+    found = {"sessions cannot be saved": data.truth.problem(), "KV pages are not kept on disk": data.pages.problem()}
+    return [f"{what}: {why}" for what, why in found.items() if why is not None]
 
 
 def _page_bytes(config: Config, model: Model) -> int:

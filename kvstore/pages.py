@@ -70,7 +70,7 @@ class PageStore:
         self._counts = dict.fromkeys(
             ("written", "written_bytes", "read", "renewed", "evicted", "corrupt", "rebuilt"), 0
         )
-        self._refusal: str | None = None
+        self._failure: str | None = None  # of the last write, if RocksDB refused it
         self._unchecked_bytes = 0  # written since the last look at what was evicted
         if not self._opens():
             shutil.rmtree(self._path)
@@ -150,10 +150,15 @@ class PageStore:
         """Stores all of them or none; those already there are left alone. A page takes the place of shorter tails
         that it continues. Raises StoreFull, StoreError."""
         with self._lock:
-            self._write(pages)
+            self._check_space()
+            try:
+                self._write(pages)
+            except StoreError as error:
+                self._failure = str(error)
+                raise
+            self._failure = None
 
     def _write(self, pages: Sequence[PageWrite]) -> None:
-        self._check_space()
         batch = Batch()
         fresh: dict[bytes, PageMeta] = {}
         obsolete: list[bytes] = []
@@ -192,7 +197,7 @@ class PageStore:
                 "pages": len(self._index),
                 "bytes": self._index.n_bytes,
                 "budget_bytes": self._budget,
-                "refusing": self._refusal,
+                "refusing": self.problem(),
                 **self._counts,
             }
 
@@ -205,11 +210,22 @@ class PageStore:
         with self._lock, contextlib.suppress(StoreError):
             self._db.close()
 
+    def problem(self) -> str | None:
+        """Why no pages are written now; None if they are. Never waits for a writer."""
+        return self._lack_of_space() or self._failure
+
     def _check_space(self) -> None:
-        free = shutil.disk_usage(self._path).free
-        self._refusal = None if free >= self._low_water else f"{free} bytes free, {self._low_water} are kept"
-        if self._refusal:
-            raise StoreFull(f"{self._path}: {self._refusal}")
+        if lack := self._lack_of_space():
+            raise StoreFull(lack)
+
+    def _lack_of_space(self) -> str | None:
+        try:
+            free = shutil.disk_usage(self._path).free
+        except OSError as error:
+            return f"{self._path}: {error.strerror}"
+        if free >= self._low_water:
+            return None
+        return f"{self._path}: {free >> 20} MiB free, {self._low_water >> 20} MiB are kept"
 
     def _shorter_tails(self, page: PageMeta) -> list[bytes]:
         return [

@@ -16,9 +16,13 @@ class Reserve:
         self._n_bytes = n_bytes
         self._held = path.is_file() and path.stat().st_size == n_bytes > 0
 
+    def has_room(self) -> bool:
+        """Whether the volume has room for the reserve and as much again twice."""
+        return shutil.disk_usage(self._path.parent).free >= 3 * self._n_bytes
+
     def take(self) -> None:
         """Fills the reserve where there is room for it and as much again twice; quietly does without otherwise."""
-        if self._held or shutil.disk_usage(self._path.parent).free < 3 * self._n_bytes:
+        if self._held or not self.has_room():
             return
         with contextlib.suppress(OSError), self._path.open("wb") as file:
             if hasattr(os, "posix_fallocate"):

@@ -116,6 +116,7 @@ class TruthStore:
         self._compactable = True
         self._compactor: threading.Thread | None = None
         self._unchecked_bytes = 0  # written since the last look at the files
+        self._failure: StoreError | None = None  # of the last write, if it failed
         self.log_was_damaged = False
         self._db = self._open()
         self._identity = _identity(self._path)
@@ -258,23 +259,41 @@ class TruthStore:
 
     def _write(self, batch: Batch, *, sync: bool) -> None:
         with self._write_lock:
-            self._refuse_if_removed()
             try:
-                self._write_with_reserve(batch, sync=sync)
-            except StoreDamaged:
-                if self._compactor is None:
-                    raise
-                # A compaction has just met damage, and is about to open the database again.
-                self._compactor.join()
-                self._write_with_reserve(batch, sync=sync)
+                self._refuse_if_removed()
+                self._write_around_damage(batch, sync=sync)
+            except StoreError as error:
+                self._failure = error
+                raise
+            self._failure = None
             self._compact_if_due(batch)
+
+    def problem(self) -> str | None:
+        """Why sessions cannot be saved, as far as is known without trying. Never waits for a writer."""
+        if _identity(self._path) != self._identity:
+            return f"{self._path} was removed or replaced"
+        failure = self._failure
+        if isinstance(failure, StoreFull) and self._reserve.has_room():
+            return None  # the next write will do
+        return None if failure is None else str(failure)
+
+    def _write_around_damage(self, batch: Batch, *, sync: bool) -> None:
+        try:
+            self._write_with_reserve(batch, sync=sync)
+        except StoreDamaged:
+            if self._compactor is None:
+                raise
+            # A compaction has just met damage, and is about to open the database again.
+            self._compactor.join()
+            self._write_with_reserve(batch, sync=sync)
 
     def _write_with_reserve(self, batch: Batch, *, sync: bool) -> None:
         with self._gate.shared():
             try:
                 self._db.write(batch, sync=sync)
             except StoreFull:
-                if not self._reserve.release():
+                # Space that came free counts too: RocksDB goes on refusing for a while.
+                if not self._reserve.release() and not self._reserve.has_room():
                     raise
                 self._write_after_recovery(batch, sync=sync)
             else:

@@ -117,6 +117,10 @@ class Client:
         self.server = server  # .model, .limits, .server as told in hello
         self.path = path
 
+    def __repr__(self) -> str:
+        state = ", of no further use" if self._transport.failed else ""
+        return f"<colibri.aio.Client of {self.server.model.name} at {self.path}{state}>"
+
     async def __aenter__(self) -> Self:
         return self
 

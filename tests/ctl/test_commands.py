@@ -185,10 +185,45 @@ def test_a_session_that_is_not_there_is_named(ctl: Ctl, arguments: list[str]) ->
 # status
 
 
-def test_status_shows_the_model_and_the_figures(ctl: Ctl, daemon: FakeDaemon) -> None:
+FULL_STATS: dict[str, Any] = {
+    "uptime_s": 7300.0,
+    "scheduler": {"running": 2, "waiting": 0, "max_batch_size": 8, "max_queue": 256},
+    "server": {"connections": 3, "max_connections": 256},
+    "pages": {"total": 512, "free": 400, "active": 12, "cached": 100, "page_bytes": 65536, "bad": 0},
+    "store": {"pages": 1, "bytes": 1 << 20, "budget_bytes": 20 << 30, "corrupt": 0},
+    "engine": {"isa": "avx2", "memory_bytes": 3 << 20},
+}
+
+
+def answering(daemon: FakeDaemon, op: str, result: dict[str, Any]) -> None:
+    daemon.script[op] = lambda connection, id, request: connection.answer(id, Done(result))
+
+
+def test_status_fits_on_a_screen(ctl: Ctl, daemon: FakeDaemon) -> None:
+    answering(daemon, "stats", FULL_STATS)
     lines = ctl("status").stdout.splitlines()
-    assert lines[0] == f"colibrid 0.1.0 at {daemon.path}"
+    assert lines[0] == f"colibrid 0.1.0 at {daemon.path}: ok, up 2 h"
     assert lines[1].startswith("tiny (mixtral): 2 layers, 8 experts, 2 per token, context 4096")
+    assert lines[2:] == [
+        "requests    2 of 8 running, 0 of 256 waiting",
+        "connections 3 of 256",
+        "KV in RAM   12 of 512 pages in use (768.0 KiB), 100 cached",
+        "KV on disk  1.0 MiB of 20.0 GiB, 1 page",
+        "engine      avx2, 3.0 MiB of buffers and KV",
+    ]
+
+
+def test_status_says_what_is_wrong_before_all_else(ctl: Ctl, daemon: FakeDaemon) -> None:
+    answering(daemon, "health", {"status": "degraded", "problems": ["the disk is full"], "model_file": "removed"})
+    answering(daemon, "stats", FULL_STATS | {"pages": {"bad": 1, "write_failures": 2}, "store": {"corrupt": 1}})
+    lines = ctl("status").stdout.splitlines()
+    assert lines[0].endswith(": degraded, up 2 h")
+    assert lines[1:3] == ["  the disk is full", "  model file removed"]
+    assert lines[-1] == "mended      2 damaged pages, 2 pages could not be written"
+
+
+def test_status_all_shows_every_figure(ctl: Ctl, daemon: FakeDaemon) -> None:
+    lines = ctl("status", "--all").stdout.splitlines()
     assert lines[2:] == ["health", "  status  ok", "pages", "  total  10", "  free   8", "queue  0"]
 
 

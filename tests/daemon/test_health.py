@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -22,25 +23,57 @@ class BusyEngine:
         raise AssertionError(f"the engine thread was asked for {name}")
 
 
-@pytest.mark.parametrize("request_", [wire.Health(), wire.Model(), wire.Tokenize(text="x"), wire.SessionList()])
-async def test_what_needs_no_engine_is_answered_while_a_step_is_held_up(request_: wire.Request, tmp_path: Path) -> None:
-    (tmp_path / "m").touch()
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def dispatcher(executor: ThreadPoolExecutor, model: Path, problems: list[str] | None = None) -> Dispatcher:
     sessions, tokenizer = Mock(), Mock()
     sessions.list.return_value = []
     tokenizer.encode.return_value = [1]
-    with ThreadPoolExecutor(1) as executor:
-        dispatcher = Dispatcher(
-            server_info=Mock(),
-            completer=Mock(),
-            engine=BusyEngine(),  # type: ignore[arg-type]
-            events=Mock(),
-            sessions=sessions,
-            tokenizer=tokenizer,
-            executor=executor,
-            text_executor=executor,
-            model_file=ModelFile(tmp_path / "m"),
-            figures={},
-        )
-        call = Mock(spec=Call)
-        call.request = request_
-        assert await dispatcher.serve(call) is not None
+    return Dispatcher(
+        server_info=Mock(),
+        completer=Mock(),
+        engine=BusyEngine(),  # type: ignore[arg-type]
+        events=Mock(),
+        sessions=sessions,
+        tokenizer=tokenizer,
+        executor=executor,
+        text_executor=executor,
+        model_file=ModelFile(model),
+        figures={},
+        problems=lambda: problems or [],
+    )
+
+
+async def ask(dispatcher: Dispatcher, request: wire.Request) -> Any:
+    call = Mock(spec=Call)
+    call.request = request
+    return await dispatcher.serve(call)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "m").touch()
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("request_", [wire.Health(), wire.Model(), wire.Tokenize(text="x"), wire.SessionList()])
+async def test_what_needs_no_engine_is_answered_while_a_step_is_held_up(
+    executor: ThreadPoolExecutor, model: Path, request_: wire.Request
+) -> None:
+    assert await ask(dispatcher(executor, model), request_) is not None
+
+
+async def test_health_is_ok_degraded_or_failing_and_says_why(executor: ThreadPoolExecutor, model: Path) -> None:
+    health = await ask(dispatcher(executor, model), wire.Health())
+    assert (health["status"], health["problems"]) == ("ok", [])
+    served = dispatcher(executor, model, ["sessions cannot be saved: the disk is full"])
+    health = await ask(served, wire.Health())
+    assert (health["status"], health["problems"]) == ("degraded", ["sessions cannot be saved: the disk is full"])
+    with patch.object(ModelFile, "state", return_value="changed in place: by somebody"):
+        health = await ask(served, wire.Health())
+    assert health["status"] == "failing"
+    assert health["model_file"].startswith("changed in place")

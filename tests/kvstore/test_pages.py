@@ -179,9 +179,9 @@ def test_a_page_in_use_outlives_the_budget(tmp_path: Path) -> None:
 def test_below_the_low_water_mark_writes_are_refused_and_reads_go_on(tmp_path: Path) -> None:
     filled(tmp_path / "pages", [page(1)])
     store = PageStore(tmp_path / "pages", low_water_bytes=1 << 60)
-    with pytest.raises(StoreFull, match="bytes free"):
+    with pytest.raises(StoreFull, match="MiB free"):
         store.write([page(2)])
-    assert "bytes free" in str(store.stats()["refusing"])
+    assert "MiB free" in str(store.stats()["refusing"])
     (meta,) = store.children(ROOT)
     assert store.read(meta) == page(1).payload
     store.close()
@@ -197,5 +197,7 @@ def test_a_failed_write_leaves_nothing(store: PageStore, monkeypatch: pytest.Mon
             store.write([page(1), page(2)])
     assert store.children(ROOT) == []
     assert store.stats()["pages"] == 0
+    assert store.problem() == "no space"
     store.write([page(1), page(2)])
+    assert store.problem() is None
     assert len(store.children(ROOT)) == 2

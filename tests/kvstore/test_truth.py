@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from colibri.kvstore import NotFound, Record, RecordCorrupt, StoreError, StoreFull, StoreVersionError, TruthStore, truth
+from colibri.kvstore.reserve import Reserve
 from colibri.kvstore.rocks import Batch, Database
 
 
@@ -245,6 +246,25 @@ def test_without_a_reserve_a_full_disk_is_an_error_that_leaves_nothing(
         with pytest.raises(StoreFull):
             add(store, "alice", 1)
     assert len(store.records("alice")) == 1
+    store.close()
+
+
+def test_a_store_that_cannot_be_written_says_why_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TruthStore(tmp_path / "truth", reserve_bytes=0)
+    add(store, "alice", 0)
+    assert store.problem() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "write", failing(2, "truth: Input/output error", Database.write))
+        patch.setattr(Reserve, "has_room", lambda self: False)
+        with pytest.raises(StoreFull):
+            add(store, "alice", 1)
+        assert store.problem() == "truth: Input/output error"
+        patch.setattr(Reserve, "has_room", lambda self: True)  # space came free: no need to wait for a write
+        assert store.problem() is None
+    add(store, "alice", 1)
+    assert store.problem() is None
+    (tmp_path / "truth").rename(tmp_path / "elsewhere")
+    assert "removed or replaced" in str(store.problem())
     store.close()
 
 
