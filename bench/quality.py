@@ -1,7 +1,7 @@
 """What rounding costs: .colibri files of one model against a reference of it, over a fixed text.
 
-    python -m bench.quality f32.colibri bf16.colibri q8.colibri     # the first is the reference
-    python -m bench.quality --gates f32.colibri                     # against itself with its gates rounded
+    python -m colibri.bench.quality f32.colibri bf16.colibri q8.colibri     # the first is the reference
+    python -m colibri.bench.quality --gates f32.colibri                     # against itself with its gates rounded
 
 Both models read the same tokens (the reference's tokenizer, `quality_text.txt` unless told otherwise) and at every
 position are asked for all logits and for the experts that they chose:
@@ -221,7 +221,7 @@ def table_of(results: Sequence[Agreement]) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description="What rounding costs a model.")
+    parser = argparse.ArgumentParser(prog="python -m colibri.bench.quality", description="What rounding costs a model.")
     parser.add_argument("reference", type=Path, help="the .colibri file that the others are held against")
     parser.add_argument("others", type=Path, nargs="*", help="files of the same model in other formats")
     parser.add_argument("--gates", action="store_true", help="compare the reference with itself, its gates rounded")

@@ -167,7 +167,9 @@ def _and_more(names: list[str]) -> str:
     return f", and so {'are' if len(names) > 2 else 'is'} {shown}" + (f" and {rest} more" if rest > 0 else "")
 
 
-def _settle_head(checkpoint: WeightSource, family: Family, architecture: Architecture, notes: list[str]) -> Architecture:
+def _settle_head(
+    checkpoint: WeightSource, family: Family, architecture: Architecture, notes: list[str]
+) -> Architecture:
     """Rule for tied embeddings with a head in the checkpoint: an equal head is dropped; one that differs is kept, with
     a warning.
 

@@ -1,4 +1,4 @@
-"""Runs mypy over the package as it is installed, and over bench/ beside it.
+"""Runs mypy over the package as it is installed.
 
 The folders of the repository are mapped to packages by meson (client/ is `colibri` itself), and mypy cannot follow an
 editable install. So the mapping is read from the meson.build files and laid out as a tree of links.
@@ -32,15 +32,12 @@ def installed_sources() -> dict[str, Path]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as tree:
-        benchmarks = {f"bench/{path.name}": path for path in sorted(ROOT.glob("bench/*.py"))}
-        for target, source in (installed_sources() | benchmarks).items():
+        for target, source in installed_sources().items():
             link = Path(tree, target)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(source)
         env = os.environ | {"MYPYPATH": tree}
         command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "colibri"]
-        if benchmarks:
-            command += ["-p", "bench"]
         return subprocess.run(command, env=env, cwd=tree, check=False).returncode
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import quality
+from colibri.bench import quality
 from colibri.native import Model
 from support import engine, reference_cases, reference_model
 
