@@ -1,19 +1,23 @@
 """convert(): a checkpoint folder becomes one .colibri file.
 
-First everything is checked (plan.py); then tensors are read, encoded and written one by one; the header, without which
-no reader takes the file, comes last. The same model gives the same bytes, however its checkpoint was split into files
-or its experts were stored.
+First everything is checked (plan.py); then tensors are read and encoded on several threads, and written one by one; the
+header, without which no reader takes the file, comes last. The same model gives the same bytes, however its checkpoint
+was split into files or its experts were stored, and whatever the threads.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +39,7 @@ from .format import (
     VERSION,
     Bytes,
     Format,
+    TensorSpec,
     align,
     fingerprint,
     header_checksum,
@@ -42,6 +47,7 @@ from .format import (
     matrix_bytes,
 )
 from .plan import Part, Plan, make_plan
+from .shards import ShardWriter, remove_strays, total_bytes
 from .source import resolve_source
 from .text import TextAssets, read_text_assets
 from .tiles import Floats, QuantizationError, encode
@@ -71,7 +77,8 @@ class Report:
     out: str
     family: str
     format: str
-    file_bytes: int
+    file_bytes: int  # shards included
+    shards: list[str]
     fingerprint: str
     n_tensors: int
     n_experts: int
@@ -98,14 +105,17 @@ def convert(
     out: str | Path,
     *,
     quantize: str = "q8",
+    expert_shards: int = 1,
     progress: Callable[[Progress], None] | None = None,
     open_weights: Callable[[Path], WeightSource] = Checkpoint,
 ) -> Report:
     """Converts a checkpoint (a folder, or a model id in the local Hugging Face cache) and writes `out`.
 
-    `open_weights` opens the folder's weights; with another one than Checkpoint they need not be in files.
+    With expert_shards = N > 1 the experts go to N files beside it. `open_weights` opens the folder's weights; with
+    another one than Checkpoint they need not be in files. They are read on several threads.
 
-    Raises ConvertError; then `out` is as it was before. Memory: one encoded tensor, and a band of its source.
+    Raises ConvertError; then `out` is as it was before. Memory: for each core one encoded tensor or expert, and a band
+    of its source.
     """
     started = time.monotonic()
     weights = parse_format(quantize)
@@ -114,18 +124,20 @@ def convert(
     family = find(config)
     architecture = family.architecture(config)
     config.refuse_unread()
+    _check_shards(expert_shards, architecture)
     assets = read_text_assets(folder, architecture.vocabulary)
     with open_weights(folder) as checkpoint:
         plan = make_plan(checkpoint, family, architecture, weights)
-        conversion = _Conversion(checkpoint, plan, assets, progress)
-        conversion.write(out)
+        conversion = _Conversion(checkpoint, plan, assets, expert_shards, progress)
+        shards = conversion.write(out)
         files = checkpoint.files
     unknown = [f"configuration key not known, ignored: {key}" for key in config.unread()]
     return Report(
         out=str(out),
         family=family.name,
         format=weights.name.lower(),
-        file_bytes=conversion.layout.file_bytes,
+        file_bytes=conversion.total_bytes,
+        shards=[path.name for path in shards],
         fingerprint=conversion.fingerprint.hex(),
         n_tensors=len(plan.tensors),
         n_experts=len(plan.experts),
@@ -137,6 +149,35 @@ def convert(
     )
 
 
+def _check_shards(n_shards: int, architecture: Architecture) -> None:
+    if not 1 <= n_shards <= architecture.n_experts:
+        raise UnsupportedModel(
+            f"{n_shards} shards; a layer has {architecture.n_experts} experts, and a shard takes at least one of each",
+            where="expert-shard",
+        )
+
+
+Errors = dict[str, QuantizationError]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """function(item) for every item, on as many threads as there are usable cores, and no further ahead than that."""
+    n_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pending: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="colibri-convert") as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > n_threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
 class _Conversion:
     """One run: what is written where, and what was learned on the way (checksums, errors)."""
 
@@ -145,25 +186,42 @@ class _Conversion:
         checkpoint: WeightSource,
         plan: Plan,
         assets: TextAssets,
+        n_shards: int,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.plan = plan
         self.assets = assets
-        self.errors: dict[str, QuantizationError] = {}
+        self.errors: Errors = {}
         self.fingerprint = b""
         self._json_bytes = align(len(self._json()) + JSON_SLACK, TENSOR_ALIGN)
         shapes = plan.architecture.expert_shapes()
         expert_bytes = sum(matrix_bytes(plan.expert_format, *shape) for shape in shapes)
         specs = [spec for spec, _ in plan.tensors]
         self.layout = lay_out(specs, len(plan.experts), expert_bytes, self._json_bytes)
+        self._n_shards = n_shards
+        self._shard_bytes = total_bytes(n_shards, *self._expert_grid, self.layout.expert_stride)
+        self._file_bytes = self.layout.file_bytes if n_shards == 1 else self.layout.experts
         self._progress = progress
         self._written = 0
 
-    def write(self, out: Path) -> None:
-        with AtomicFile(out, self.layout.file_bytes) as file:
+    @property
+    def total_bytes(self) -> int:
+        return self._file_bytes + self._shard_bytes
+
+    @property
+    def _expert_grid(self) -> tuple[int, int]:
+        """Experts of a layer, and layers that have any."""
+        return self.plan.architecture.n_experts, len(self.plan.architecture.moe_layers)
+
+    def write(self, out: Path) -> list[Path]:
+        """Writes the file and returns its shards. All get their names only when all are on the disk, `out` last."""
+        with ExitStack() as stack:
+            file = stack.enter_context(AtomicFile(out, self._file_bytes, self._shard_bytes))
+            stack.callback(remove_strays, out)
+            shards = ShardWriter(out, self._n_shards, *self._expert_grid, self.layout.expert_stride, stack)
             table = self._write_tensors(file)
-            expert_table = self._write_experts(file)
+            expert_table = self._write_experts(file, shards)
             text = self._json().ljust(self._json_bytes)
             assert len(text) == self._json_bytes, "JSON_SLACK is too small"
             file.write_at(self.layout.json, text)
@@ -171,46 +229,66 @@ class _Conversion:
             file.write_at(self.layout.expert_table, expert_table)
             header = self._header(table, expert_table, checksum(text))
             self.fingerprint = header["fingerprint"].tobytes()
+            shards.seal(header, file.partial)
             file.sync()  # the header vouches for what is behind it: it must not reach the disk first
             file.write_at(0, header.tobytes())
             _open_once(file.partial)
+            paths = shards.commit(out, self.fingerprint)
             file.commit()
-        self._tell("done", self.layout.file_bytes)
+        self._tell("done", self.total_bytes)
+        return paths
 
     def _write_tensors(self, file: AtomicFile) -> npt.NDArray[np.void]:
         table = np.zeros(len(self.plan.tensors), TENSOR_ENTRY)
-        for entry, (spec, part), offset in zip(table, self.plan.tensors, self.layout.tensors, strict=True):
-            data = self._encode(spec.format, part, spec.role.name.lower())
+        encoded = _in_order(self._encode_tensor, self.plan.tensors)
+        places = zip(table, self.plan.tensors, self.layout.tensors, strict=True)
+        for (entry, (spec, part), offset), (data, errors) in zip(places, encoded, strict=True):
             file.write_at(offset, data)
+            self._count(errors)
             entry["role"], entry["layer"], entry["format"] = spec.role, spec.layer, spec.format
             entry["rows"], entry["cols"] = spec.rows, spec.cols
             entry["offset"], entry["bytes"], entry["checksum"] = offset, len(data), checksum(data)
             self._tell(part.name if part else "inverse frequencies", len(data))
         return table
 
-    def _write_experts(self, file: AtomicFile) -> bytes:
+    def _write_experts(self, file: AtomicFile, shards: ShardWriter) -> bytes:
         checksums = np.zeros(len(self.plan.experts), "<u8")
-        for block, parts in enumerate(self.plan.experts):
-            kinds = ("expert_gate", "expert_up", "expert_down")
-            data = np.concatenate(
-                [self._encode(self.plan.expert_format, part, kind) for part, kind in zip(parts, kinds, strict=True)]
-            )
-            file.write_at(self.layout.experts + block * self.layout.expert_stride, data)
+        encoded = _in_order(self._encode_expert, self.plan.experts)
+        for block, (parts, (data, errors)) in enumerate(zip(self.plan.experts, encoded, strict=True)):
+            if shards.shards:
+                shards.write_block(*divmod(block, self.plan.architecture.n_experts), data)
+            else:
+                file.write_at(self.layout.experts + block * self.layout.expert_stride, data)
+            self._count(errors)
             checksums[block] = checksum(data)
             self._tell(parts[2].name, self.layout.expert_stride)
         return checksums.tobytes()
 
-    def _encode(self, fmt: Format, part: Part | None, kind: str) -> Bytes:
+    def _encode_tensor(self, tensor: tuple[TensorSpec, Part | None]) -> tuple[Bytes, Errors]:
+        (spec, part), errors = tensor, Errors()
+        return self._encode(spec.format, part, errors.setdefault(spec.role.name.lower(), QuantizationError())), errors
+
+    def _encode_expert(self, parts: tuple[Part, Part, Part]) -> tuple[Bytes, Errors]:
+        errors = {kind: QuantizationError() for kind in ("expert_gate", "expert_up", "expert_down")}
+        pairs = zip(parts, errors.values(), strict=True)
+        return np.concatenate([self._encode(self.plan.expert_format, part, error) for part, error in pairs]), errors
+
+    def _count(self, errors: Errors) -> None:
+        """In the order of the file, so that the sums do not depend on the threads."""
+        for kind, error in errors.items():
+            self.errors.setdefault(kind, QuantizationError()).merge(error)
+
+    def _encode(self, fmt: Format, part: Part | None, error: QuantizationError) -> Bytes:
         """The bytes of one tensor, made a band of rows at a time."""
         if part is None:
-            return encode(self.plan.architecture.rope.inv_freq[None, :], Format.VECTOR, QuantizationError())
+            return encode(self.plan.architecture.rope.inv_freq[None, :], Format.VECTOR, error)
         out = np.empty(matrix_bytes(fmt, part.rows, part.cols), np.uint8)
         position = 0
         for band in self._bands(part):
             try:
-                data = encode(band, fmt, self.errors.setdefault(kind, QuantizationError()))
-            except OverflowError as error:
-                raise TensorError(str(error), where=part.name, hint="choose bf16, f32 or q8") from None
+                data = encode(band, fmt, error)
+            except OverflowError as overflow:
+                raise TensorError(str(overflow), where=part.name, hint="choose bf16, f32 or q8") from None
             out[position : position + len(data)] = data
             position += len(data)
         return out
@@ -227,14 +305,15 @@ class _Conversion:
     def _header(self, table: npt.NDArray[np.void], expert_table: bytes, json_checksum: int) -> npt.NDArray[np.void]:
         header = np.zeros((), HEADER)
         header["magic"], header["version"], header["header_bytes"] = MAGIC, VERSION, HEADER_BYTES
-        header["file_bytes"] = self.layout.file_bytes
+        header["file_bytes"] = self._file_bytes
         header["tensor_table_offset"], header["n_tensors"] = self.layout.tensor_table, len(table)
         header["expert_table_offset"], header["n_expert_blocks"] = self.layout.expert_table, len(self.plan.experts)
         header["json_offset"], header["json_bytes"] = self.layout.json, self._json_bytes
         header["json_checksum"] = json_checksum
         header["expert_offset"], header["expert_stride"] = self.layout.experts, self.layout.expert_stride
         header["expert_bytes"], header["expert_format"] = self.layout.expert_bytes, self.plan.expert_format
-        header["n_shards"], header["experts_per_shard"] = 1, self.plan.architecture.n_experts
+        header["n_shards"] = self._n_shards
+        header["experts_per_shard"] = -(-self.plan.architecture.n_experts // self._n_shards)
         _describe(header, self.plan.architecture)
         header["n_end_tokens"] = len(self.assets.end_tokens)
         header["end_tokens"][: len(self.assets.end_tokens)] = self.assets.end_tokens
@@ -258,8 +337,8 @@ class _Conversion:
     def _tell(self, what: str, n_bytes: int) -> None:
         if self._progress is None:
             return
-        self._written = min(self._written + n_bytes, self.layout.file_bytes)
-        self._progress(Progress(self._written, self.layout.file_bytes, what))
+        self._written = min(self._written + n_bytes, self.total_bytes)
+        self._progress(Progress(self._written, self.total_bytes, what))
 
 
 def _open_once(path: Path) -> None:

@@ -1,7 +1,8 @@
 """The .colibri file as bytes: docs/format.md and native/src/file_format.h in numpy.
 
-Owns the two structs, the constants, the checksum, the fingerprint and the placing of the parts. It knows neither
-checkpoints nor families. A test compiles the C header and compares every name, offset and size with the dtypes here.
+Owns the two structs, the constants, the checksum, the fingerprint, the placing of the parts, and which experts lie in
+which shard. It knows neither checkpoints nor families. A test compiles the C header and compares every name, offset and
+size with the dtypes here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -206,7 +209,7 @@ class Layout:
     experts: int
     expert_bytes: int
     expert_stride: int
-    file_bytes: int
+    file_bytes: int  # of a file in one piece; one with shards ends at `experts`
 
 
 def lay_out(tensors: list[TensorSpec], n_expert_blocks: int, expert_bytes: int, json_bytes: int) -> Layout:
@@ -230,6 +233,39 @@ def lay_out(tensors: list[TensorSpec], n_expert_blocks: int, expert_bytes: int, 
         expert_stride=stride,
         file_bytes=experts + n_expert_blocks * stride,
     )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of the files that hold the experts where the model's own does not: experts [first, first + n_experts) of
+    every layer that has any, layer by layer. `number` counts from 1.
+    """
+
+    number: int
+    n_shards: int
+    first: int
+    n_experts: int
+
+    def file_bytes(self, n_layers: int, stride: int) -> int:
+        return EXPERT_ALIGN + n_layers * self.n_experts * stride
+
+    def offset(self, layer: int, expert: int, stride: int) -> int:
+        """Where a block lies in the shard. `layer` counts those with experts only."""
+        return EXPERT_ALIGN + (layer * self.n_experts + expert - self.first) * stride
+
+    def path(self, model: Path, fingerprint: bytes) -> Path:
+        """Beside the model, under its name. The fingerprint in it keeps the shards of one conversion from taking the
+        place of another's: only the renaming of the model itself exchanges one for the other.
+        """
+        return model.with_name(f"{model.name}.{fingerprint[:4].hex()}-{self.number}-of-{self.n_shards}")
+
+
+def make_shards(n_experts: int, n_shards: int) -> list[Shard]:
+    """Experts in equal shares, or as nearly equal as can be; none for one shard: then they are in the file itself."""
+    firsts = [number * n_experts // n_shards for number in range(n_shards + 1)]
+    if n_shards == 1:
+        return []
+    return [Shard(i + 1, n_shards, first, end - first) for i, (first, end) in enumerate(pairwise(firsts))]
 
 
 def header_checksum(header: npt.NDArray[np.void], tensor_table: npt.NDArray[np.void], expert_table: bytes) -> int:

@@ -41,9 +41,11 @@ from .format import (
     align,
     fingerprint,
     header_checksum,
+    make_shards,
     matrix_bytes,
 )
 from .rope import Rope
+from .shards import ShardFile
 
 _SHARED_ROLES = frozenset({Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN})
 _DENSE_ROLES = (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN)
@@ -97,14 +99,17 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A file in figures. `resident_bytes`: how much of it is in memory now (None where the system does not tell)."""
+    """A file and its shards in figures. `resident_bytes`: how much is in memory now (None where the system does not
+    tell).
+    """
 
     path: str
     version: int
     family: str
     fingerprint: str
     tokenizer_fingerprint: str
-    file_bytes: int
+    file_bytes: int  # shards included
+    shards: dict[str, int]  # bytes by name
     architecture: dict[str, Any]
     layers: list[LayerPlan]
     bytes_by_kind: dict[str, int]
@@ -122,10 +127,11 @@ class Inspection:
 
 
 class ModelFile:
-    """An opened file whose header and tables were checked. A context manager."""
+    """An opened file whose header and tables were checked, with its shards. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.shards: list[ShardFile] = []
         try:
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
@@ -138,15 +144,24 @@ class ModelFile:
             self._check_tensors()
             self._check_experts()
             self._check_ranges()
+            self._open_shards()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> ModelFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        self.close()
+
+    def close(self) -> None:
+        for file in (self._file, *(shard.file for shard in self.shards)):
+            file.close()
+
+    @property
+    def total_bytes(self) -> int:
+        return self.size + sum(shard.size for shard in self.shards)
 
     def error(self, message: str, hint: str | None = None) -> ModelFileError:
         return ModelFileError(message, where=str(self.path), hint=hint)
@@ -156,7 +171,10 @@ class ModelFile:
 
     def read(self, offset: int, n_bytes: int) -> bytes:
         """Bytes of the file; the range was checked before."""
-        data = os.pread(self._file.fileno(), n_bytes, offset)
+        return self._read(self._file, offset, n_bytes)
+
+    def _read(self, file: BinaryIO, offset: int, n_bytes: int) -> bytes:
+        data = os.pread(file.fileno(), n_bytes, offset)
         if len(data) != n_bytes:
             raise self.error(f"shrank while it was read: {n_bytes} bytes expected at {offset}, found {len(data)}")
         return data
@@ -173,10 +191,18 @@ class ModelFile:
         if header["file_bytes"] != self.size:
             what = "cut short" if self.size < header["file_bytes"] else "too long"
             raise self.error(f"{what}: expected {header['file_bytes']} bytes, found {self.size}")
+        if header["shard_index"] != 0:
+            what = f"is shard {header['shard_index']} of {header['n_shards']} of a model"
+            raise self.error(what, "look at the model that it lies beside")
         unknown = int(header["arch_flags"]) & ~int(_READABLE_FLAGS)
         if unknown:
             raise self.error(f"has architecture flags that this program does not know: {unknown:#x}")
         return header
+
+    def _open_shards(self) -> None:
+        for shard in make_shards(self["n_experts"], self["n_shards"]):
+            n_layers = len(self.architecture.moe_layers)
+            self.shards.append(ShardFile(shard, self.path, self.header, n_layers))
 
     def _read_tables(self) -> tuple[npt.NDArray[np.void], bytes]:
         table_bytes = self["n_tensors"] * TENSOR_ENTRY.itemsize
@@ -204,8 +230,10 @@ class ModelFile:
         for name in _POSITIVE_NUMBERS:
             if not 0 < self.header[name] < np.inf:
                 raise self.error(f"{name} is {self.header[name]}, not a finite number above 0")
-        if (self["n_shards"], self["shard_index"], self["experts_per_shard"]) != (1, 0, self["n_experts"]):
-            raise self.error(f"is shard {self['shard_index']} of {self['n_shards']}; only whole files are read")
+        if not 1 <= self["n_shards"] <= self["n_experts"]:
+            raise self.error(f"n_shards is {self['n_shards']}, and a layer has {self['n_experts']} experts")
+        if self["experts_per_shard"] != -(-self["n_experts"] // self["n_shards"]):
+            raise self.error(f"experts_per_shard is {self['experts_per_shard']}, not the largest share")
         if self["n_groups"] or self["top_k_groups"]:
             raise self.error("routes by groups of experts, which this program does not know")
         if self.header["reserved"].any():
@@ -278,8 +306,13 @@ class ModelFile:
             raise self.error(f"expert_bytes is {self['expert_bytes']}, the shapes demand {n_bytes}")
         if self["expert_stride"] != align(n_bytes, EXPERT_ALIGN):
             raise self.error(f"expert_stride is {self['expert_stride']}, not {align(n_bytes, EXPERT_ALIGN)}")
-        total = self["n_expert_blocks"] * self["expert_stride"]
-        self._demand_range("experts", self["expert_offset"], total, EXPERT_ALIGN)
+        if self["n_shards"] == 1:
+            total = self["n_expert_blocks"] * self["expert_stride"]
+            self._demand_range("experts", self["expert_offset"], total, EXPERT_ALIGN)
+        elif self["expert_offset"] != self.size or self.size % EXPERT_ALIGN:
+            raise self.error(
+                f"expert_offset is {self['expert_offset']}; with shards it is the file's size, {self.size}"
+            )
 
     def _check_ranges(self) -> None:
         """No two parts may overlap."""
@@ -322,30 +355,42 @@ class ModelFile:
             if checksum(self.read(int(entry["offset"]), int(entry["bytes"]))) != entry["checksum"]:
                 raise self.error(f"{self.tensor_name(entry)} is damaged: its checksum differs")
         expected = np.frombuffer(self.expert_table, "<u8")
-        for (layer, expert, offset), value in zip(self._expert_blocks(), expected, strict=True):
-            if checksum(self.read(offset, self["expert_bytes"])) != value:
+        for (layer, expert, file, offset), value in zip(self._expert_blocks(), expected, strict=True):
+            if checksum(self._read(file, offset, self["expert_bytes"])) != value:
                 raise self.error(f"layer {layer} expert {expert} is damaged: its checksum differs")
 
-    def _expert_blocks(self) -> Iterator[tuple[int, int, int]]:
-        """(layer, expert, offset) in the order of the blocks."""
-        offset = self["expert_offset"]
-        for layer in self.architecture.moe_layers:
+    def _expert_blocks(self) -> Iterator[tuple[int, int, BinaryIO, int]]:
+        """(layer, expert, file, offset) in the order of the blocks."""
+        shard_of = [shard for shard in self.shards for _ in range(shard.shard.n_experts)]
+        block = 0
+        for number, layer in enumerate(self.architecture.moe_layers):
             for expert in range(self["n_experts"]):
-                yield layer, expert, offset
-                offset += self["expert_stride"]
+                if shard_of:
+                    yield layer, expert, shard_of[expert].file, shard_of[expert].offset(number, expert)
+                else:
+                    yield layer, expert, self._file, self["expert_offset"] + block * self["expert_stride"]
+                block += 1
 
     def resident_bytes(self) -> int | None:
-        """How much of the file the page cache holds, by mincore(2)."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "mincore"):
-            return None
-        n_pages = -(-self.size // mmap.PAGESIZE)
-        flags = (ctypes.c_ubyte * n_pages)()
-        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-            view = np.frombuffer(mapping, np.uint8)
-            status = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(self.size), flags)
-            del view  # the mapping cannot be closed while it is looked at
-        return int(np.count_nonzero(np.frombuffer(bytes(flags), np.uint8) & 1)) * mmap.PAGESIZE if status == 0 else None
+        """How much of the file and its shards the page cache holds."""
+        figures = [_resident_bytes(self._file, self.size)]
+        figures += [_resident_bytes(shard.file, shard.size) for shard in self.shards]
+        known = [figure for figure in figures if figure is not None]
+        return sum(known) if len(known) == len(figures) else None
+
+
+def _resident_bytes(file: BinaryIO, size: int) -> int | None:
+    """By mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mincore"):
+        return None
+    n_pages = -(-size // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * n_pages)()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        view = np.frombuffer(mapping, np.uint8)
+        status = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), flags)
+        del view  # the mapping cannot be closed while it is looked at
+    return int(np.count_nonzero(np.frombuffer(bytes(flags), np.uint8) & 1)) * mmap.PAGESIZE if status == 0 else None
 
 
 def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
@@ -360,7 +405,8 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
             family=str(document.get("family")),
             fingerprint=file.header["fingerprint"].tobytes().hex(),
             tokenizer_fingerprint=str(document.get("tokenizer_fingerprint")),
-            file_bytes=file.size,
+            file_bytes=file.total_bytes,
+            shards={shard.path.name: shard.size for shard in file.shards},
             architecture=_architecture(file),
             layers=[_layer_plan(file, layer) for layer in range(file["n_layers"])],
             bytes_by_kind=_bytes_by_kind(file),
@@ -412,14 +458,14 @@ def _kind(role: int) -> str:
 
 
 def _bytes_by_kind(file: ModelFile) -> dict[str, int]:
-    """Where the file's bytes go; the sum is the file's size."""
+    """Where the bytes go; the sum is the size of the file and its shards."""
     counts: Counter[str] = Counter()
     for entry in file.tensors:
         counts[_kind(int(entry["role"]))] += int(entry["bytes"])
     counts["experts"] = file["n_expert_blocks"] * file["expert_bytes"]
     counts["JSON"] = file["json_bytes"]
-    counts["header and tables"] = HEADER_BYTES + file.tensors.nbytes + len(file.expert_table)
-    counts["padding"] = file.size - counts.total()
+    counts["header and tables"] = HEADER_BYTES * (1 + len(file.shards)) + file.tensors.nbytes + len(file.expert_table)
+    counts["padding"] = file.total_bytes - counts.total()
     return dict(counts)
 
 

@@ -33,6 +33,12 @@ class QuantizationError:
         self.squared_weight += _sum_of_squares(source)
         self.n_weights += source.size
 
+    def merge(self, other: QuantizationError) -> None:
+        self.squared_error += other.squared_error
+        self.squared_weight += other.squared_weight
+        self.largest = max(self.largest, other.largest)
+        self.n_weights += other.n_weights
+
     def to_dict(self) -> dict[str, float | int]:
         """`relative_rms`: root of the summed squared error over that of the weights; `largest`: absolute."""
         relative = (self.squared_error / self.squared_weight) ** 0.5 if self.squared_weight else 0.0

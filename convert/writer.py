@@ -24,14 +24,16 @@ except ImportError:  # Windows: two converters on one file are then the user's t
 class AtomicFile:
     """Use as a context manager: leaving it without commit() removes what was written."""
 
-    def __init__(self, path: Path, n_bytes: int) -> None:
-        """Opens and reserves n_bytes. OutputError if there is no room, no permission, or another converter at work."""
+    def __init__(self, path: Path, n_bytes: int, n_bytes_beside: int = 0) -> None:
+        """Opens and reserves n_bytes. OutputError if there is no room for them and for what will be written beside, no
+        permission, or another converter at work.
+        """
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self._committed = False
         self._fd = self._open()
         try:
-            self._reserve(n_bytes)
+            self._reserve(n_bytes, n_bytes_beside)
         except BaseException:
             self._discard()
             raise
@@ -68,12 +70,13 @@ class AtomicFile:
         except FileNotFoundError:
             return False
 
-    def _reserve(self, n_bytes: int) -> None:
+    def _reserve(self, n_bytes: int, n_bytes_beside: int) -> None:
+        needed = n_bytes + n_bytes_beside
         try:
             os.ftruncate(self._fd, 0)
             free = shutil.disk_usage(self.partial.parent).free
-            if n_bytes > free:
-                raise OutputError(f"no room: it takes {n_bytes} bytes, {free} are free", where=str(self.path))
+            if needed > free:
+                raise OutputError(f"no room: it takes {needed} bytes, {free} are free", where=str(self.path))
             os.ftruncate(self._fd, n_bytes)
         except OSError as error:
             raise self._error(error) from None
@@ -93,6 +96,14 @@ class AtomicFile:
             os.fsync(self._fd)
         except OSError as error:
             raise self._error(error) from None
+
+    def rename_partial(self, partial: Path) -> None:
+        """Gives the file that is being written another name."""
+        try:
+            os.replace(self.partial, partial)
+        except OSError as error:
+            raise self._error(error) from None
+        self.partial = partial
 
     def commit(self) -> None:
         """Makes the file visible under its name, durably."""

@@ -34,15 +34,23 @@ def converter(as_json: bool) -> Iterator[ModuleType]:
 @click.argument("source", metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--quantize", default="q8", show_default=True, metavar="FORMAT", help="q8, bf16, f16 or f32.")
+@click.option(
+    "--expert-shard",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Write the experts to N files beside OUT; 1: into it.",
+)
 @offline
-def convert(source: str, out: Path, quantize: str, as_json: bool) -> None:
+def convert(source: str, out: Path, quantize: str, expert_shard: int, as_json: bool) -> None:
     """Make OUT, a .colibri file, of SRC: a Hugging Face folder, or a model id in the local cache.
 
     \b
     colibrictl convert ./Qwen3-30B-A3B qwen3.colibri
     """
     with converter(as_json) as library, progress_bar(as_json) as progress:
-        report = library.convert(source, out, quantize=quantize, progress=progress)
+        report = library.convert(source, out, quantize=quantize, expert_shards=expert_shard, progress=progress)
     print_json(report.to_dict()) if as_json else print_figures(report.to_dict())
 
 

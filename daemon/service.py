@@ -120,7 +120,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         socket = take_passed_socket() or SocketPath(config.socket)
         stack.callback(socket.close)
         model = stack.enter_context(_open_model(config.model))
-        model_file = ModelFile(config.model)
+        model_file = ModelFile(config.model, model.shards)
         tokenizer = Tokenizer.from_model(model.json)
         data = stack.enter_context(DataDir(config.data_dir, budget_bytes=config.kv_disk_bytes))
         context = _open_context(config, model)

@@ -67,7 +67,7 @@ typedef struct colibri_context colibri_context_t;
 
 typedef struct colibri_model_info {
     size_t struct_bytes;
-    uint64_t file_bytes;
+    uint64_t file_bytes; /* without shards */
     uint64_t expert_bytes_total; /* what the expert blocks take in the file, padding included */
     uint64_t json_offset, json_bytes;
     uint8_t fingerprint[32];
@@ -77,6 +77,7 @@ typedef struct colibri_model_info {
     uint32_t max_positions;
     uint32_t n_end_tokens;
     int32_t end_tokens[16];
+    uint32_t n_shards; /* files beside this one that hold the experts; 1: none, they are in it */
 } colibri_model_info_t;
 
 typedef struct colibri_context_options {

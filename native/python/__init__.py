@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -163,6 +164,7 @@ class ModelInfo:
     expert_width: int
     shared_width: int
     max_positions: int
+    n_shards: int
     end_tokens: tuple[int, ...]
 
 
@@ -188,6 +190,13 @@ class Model:
         }
         plain: dict[str, Any] = {f.name: int(getattr(info, f.name)) for f in fields(ModelInfo) if f.name not in special}
         return ModelInfo(**plain, **special)
+
+    @cached_property
+    def shards(self) -> list[Path]:
+        """The files beside this one that hold its experts (docs/format.md); none if they are in it."""
+        n = self.info.n_shards
+        beginning = f"{os.fsdecode(self.path)}.{self.info.fingerprint[:4].hex()}"
+        return [Path(f"{beginning}-{number}-of-{n}") for number in range(1, n + 1)] if n > 1 else []
 
     @property
     def _handle(self) -> Any:

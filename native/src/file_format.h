@@ -9,6 +9,11 @@
  *   ...      tensors, each at a multiple of 64
  *   ...      expert blocks, the first at a multiple of 65536, at a constant stride that is a multiple of 65536; moe layer by layer,
  *            expert by expert
+ *
+ * With n_shards = N > 1 the file ends where the expert blocks would begin. They lie in N files beside it (shards.c):
+ *
+ *   0        struct colibri_file_header of which all is zero but the fields up to expert_format; no tables
+ *   65536    the blocks of its experts, layer by layer
  */
 #ifndef COLIBRI_FILE_FORMAT_H
 #define COLIBRI_FILE_FORMAT_H
@@ -104,7 +109,8 @@ struct colibri_file_header {
     uint64_t n_expert_blocks; /* moe layers × n_experts */
     uint64_t json_offset, json_bytes, json_checksum;
     uint64_t expert_offset, expert_stride, expert_bytes; /* expert_bytes: what a block uses of its stride */
-    uint32_t n_shards, shard_index, experts_per_shard;   /* 1, 0, n_experts in version 1 without shards */
+    uint32_t n_shards, shard_index;                      /* 1: no shards; 0: the file itself, 1..n_shards: a shard */
+    uint32_t experts_per_shard;                          /* n_experts / n_shards, rounded up: the largest share */
     uint32_t expert_format;                              /* of gate, up, down, which lie in this order in a block, each a whole matrix */
 
     uint32_t arch_flags;

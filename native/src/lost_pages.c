@@ -26,7 +26,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
     uintptr_t page = (uintptr_t)info->si_addr & ~(page_bytes - 1);
     for (int i = 0; i < MAX_MODELS; i++) {
         struct colibri_model *model = atomic_load(&watched[i]);
-        if (!model || page - (uintptr_t)model->map >= model->header.file_bytes) continue;
+        if (!model || page - (uintptr_t)model->map >= model->map_bytes) continue;
         atomic_store(&model->lost, true);
         if (mmap((void *)page, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) return;
     }
@@ -58,5 +58,5 @@ void colibri_unwatch_pages(struct colibri_model *model) {
 
 int colibri_check_pages(const struct colibri_model *model, struct colibri_error error) {
     if (!atomic_load(&model->lost)) return COLIBRI_OK;
-    return colibri_fail(error, COLIBRI_E_IO, "%s: the file was cut or its disk failed while it was in use", model->path);
+    return colibri_fail(error, COLIBRI_E_IO, "%s: the file, or a shard of it, was cut or its disk failed while it was in use", model->path);
 }

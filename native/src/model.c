@@ -1,6 +1,6 @@
 /*
- * Opening a model: the header and tables are read and checked (model_file.c), then the file is mapped read-only and private. Weights are
- * touched when they are first used.
+ * Opening a model: the header and tables are read and checked (model_file.c), then the file is mapped read-only and private, and over it the
+ * shards, if experts lie in such (shards.c). Weights are touched when they are first used.
  *
  * The mapping relies on the file staying as it is: replace a model by renaming, never in place. One that is cut while it is mapped ends
  * in COLIBRI_E_IO (lost_pages.c).
@@ -30,7 +30,7 @@ static int read_at(int fd, void *to, size_t n, uint64_t offset) {
     return 0;
 }
 
-static int open_file(const char *path, int *fd, uint64_t *bytes, struct colibri_error error) {
+int colibri_open_file(const char *path, int *fd, uint64_t *bytes, struct colibri_error error) {
     struct stat status;
     *fd = open(path, O_RDONLY | O_CLOEXEC);
     if (*fd < 0 || fstat(*fd, &status) != 0) return colibri_fail(error, COLIBRI_E_IO, "%s", strerror(errno));
@@ -50,11 +50,9 @@ static int read_tables(struct colibri_model *model, int fd, struct colibri_error
     return failed ? colibri_fail(error, COLIBRI_E_IO, "reading the tables: %s", strerror(failed)) : COLIBRI_OK;
 }
 
-static int read_header(struct colibri_model *model, int fd, uint64_t file_bytes, struct colibri_error error) {
-    int failed = file_bytes < sizeof model->header ? ENODATA : read_at(fd, &model->header, sizeof model->header, 0);
-    if (failed == ENODATA)
-        return colibri_fail(error, COLIBRI_E_FORMAT, "header: the file has %" PRIu64 " bytes, a header takes %d", file_bytes,
-                            COLIBRI_FILE_HEADER_BYTES);
+int colibri_read_header(struct colibri_file_header *header, int fd, uint64_t file_bytes, struct colibri_error error) {
+    memset(header, 0, sizeof *header);
+    int failed = read_at(fd, header, file_bytes < sizeof *header ? (size_t)file_bytes : sizeof *header, 0);
     return failed ? colibri_fail(error, COLIBRI_E_IO, "reading the header: %s", strerror(failed)) : COLIBRI_OK;
 }
 
@@ -62,7 +60,7 @@ static int read_header(struct colibri_model *model, int fd, uint64_t file_bytes,
 static int check_file(struct colibri_model *model, int fd, uint64_t file_bytes, struct colibri_error error) {
     const struct colibri_file_header *header = &model->header;
     int code;
-    if ((code = read_header(model, fd, file_bytes, error)) || (code = colibri_check_identity(header, file_bytes, error)) ||
+    if ((code = colibri_read_header(&model->header, fd, file_bytes, error)) || (code = colibri_check_identity(header, file_bytes, error)) ||
         (code = colibri_check_tables(header, error)) || (code = read_tables(model, fd, error)) ||
         (code = colibri_check_header_checksum(header, model->tensors, model->expert_checksums, error)) ||
         (code = colibri_check_architecture(header, error)) || (code = colibri_check_ranges(header, model->tensors, error)))
@@ -72,13 +70,21 @@ static int check_file(struct colibri_model *model, int fd, uint64_t file_bytes, 
     return colibri_bind_tensors(header, model->tensors, &model->trunk, model->layers, error);
 }
 
+/* The file, and behind it the place that the shards' blocks take. */
 static int map_file(struct colibri_model *model, int fd, struct colibri_error error) {
-    void *map = mmap(NULL, model->header.file_bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map == MAP_FAILED)
-        return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %" PRIu64 " bytes: %s", model->header.file_bytes, strerror(errno));
+    const struct colibri_file_header *header = &model->header;
+    size_t map_bytes = colibri_image_bytes(header);
+    bool sharded = header->n_shards > 1;
+    void *map = sharded ? mmap(NULL, map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+                        : mmap(NULL, map_bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (map == MAP_FAILED) return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %zu bytes: %s", map_bytes, strerror(errno));
     model->map = map;
-    colibri_watch_pages(model);
-    return COLIBRI_OK;
+    model->map_bytes = map_bytes;
+    if (sharded && mmap(map, header->file_bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, 0) == MAP_FAILED)
+        return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %" PRIu64 " bytes: %s", header->file_bytes, strerror(errno));
+    int code = sharded ? colibri_map_shards(model, error) : COLIBRI_OK;
+    if (code == COLIBRI_OK) colibri_watch_pages(model);
+    return code;
 }
 
 static int open_model(struct colibri_model *model, const char *path, int *fd, struct colibri_error error) {
@@ -86,7 +92,7 @@ static int open_model(struct colibri_model *model, const char *path, int *fd, st
     int code;
     model->path = strdup(path);
     if (!model->path) return colibri_fail(error, COLIBRI_E_NOMEM, "no memory");
-    if ((code = open_file(path, fd, &file_bytes, error)) || (code = check_file(model, *fd, file_bytes, error)) ||
+    if ((code = colibri_open_file(path, fd, &file_bytes, error)) || (code = check_file(model, *fd, file_bytes, error)) ||
         (code = map_file(model, *fd, error)))
         return code;
     colibri_place_tensors(model);
@@ -114,7 +120,7 @@ int colibri_model_open(colibri_model_t **out, const char *path, char *err, size_
 void colibri_model_close(colibri_model_t *model) {
     if (!model) return;
     colibri_unwatch_pages(model);
-    if (model->map) munmap((void *)(uintptr_t)model->map, model->header.file_bytes);
+    if (model->map) munmap((void *)(uintptr_t)model->map, model->map_bytes);
     free(model->layers);
     free(model->expert_checksums);
     free(model->tensors);
@@ -144,6 +150,7 @@ int colibri_model_get_info(const colibri_model_t *model, colibri_model_info_t *i
         .shared_width = header->shared_width,
         .max_positions = header->max_positions,
         .n_end_tokens = header->n_end_tokens,
+        .n_shards = header->n_shards,
     };
     memcpy(info->fingerprint, header->fingerprint, sizeof info->fingerprint);
     memcpy(info->end_tokens, header->end_tokens, sizeof info->end_tokens);

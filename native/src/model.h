@@ -43,7 +43,8 @@ struct colibri_model {
     uint64_t *expert_checksums;          /* [header.n_expert_blocks] */
     struct trunk trunk;
     struct layer *layers; /* [header.n_layers] */
-    const uint8_t *map;   /* [header.file_bytes], read-only */
+    const uint8_t *map;   /* [map_bytes], read-only: the file, and behind it the experts of its shards */
+    size_t map_bytes;
     char *path;
     atomic_bool lost; /* a page of the file could not be read */
 };
@@ -55,6 +56,13 @@ enum expert_part { EXPERT_GATE, EXPERT_UP, EXPERT_DOWN };
 const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part);
 /* Asks the system to read a block ahead; advice, without an error. */
 void colibri_expert_prefetch(const struct colibri_model *model, size_t block);
+
+/* model.c, for shards.c: a file and its size; its header, zeros behind the end of a shorter one. */
+int colibri_open_file(const char *path, int *fd, uint64_t *bytes, struct colibri_error error);
+int colibri_read_header(struct colibri_file_header *header, int fd, uint64_t file_bytes, struct colibri_error error);
+
+/* shards.c: checks every shard and maps its blocks to their place in model->map. */
+int colibri_map_shards(struct colibri_model *model, struct colibri_error error);
 
 /* lost_pages.c. From colibri_watch_pages on, a page of the mapping that cannot be read counts as zeros, and colibri_check_pages fails. */
 void colibri_watch_pages(struct colibri_model *model);
@@ -70,6 +78,8 @@ int colibri_check_tables(const struct colibri_file_header *header, struct colibr
 /* The checksum over header and tables. */
 int colibri_check_header_checksum(const struct colibri_file_header *header, const struct colibri_file_tensor *tensors,
                                   const uint64_t *expert_checksums, struct colibri_error error);
+/* Bytes of the mapping: of the file in one piece, whether it is in one or not. The ranges are checked. */
+uint64_t colibri_image_bytes(const struct colibri_file_header *header);
 /* Architecture: ranges, flags, features that this build lacks. */
 int colibri_check_architecture(const struct colibri_file_header *header, struct colibri_error error);
 /* Every range: inside, aligned, sized as shape and format demand, not overlapping. */

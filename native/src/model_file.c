@@ -47,7 +47,9 @@ static uint32_t count_moe_layers(const struct colibri_file_header *header) {
 
 int colibri_check_identity(const struct colibri_file_header *header, uint64_t real_bytes, struct colibri_error error) {
     if (memcmp(header->magic, COLIBRI_FILE_MAGIC, sizeof header->magic) != 0)
-        return fail(error, COLIBRI_E_FORMAT, "magic: not a .colibri file");
+        return fail(error, COLIBRI_E_FORMAT, "magic: not a .colibri file; `colibrictl convert` makes one of a checkpoint");
+    if (real_bytes < COLIBRI_FILE_HEADER_BYTES)
+        return fail(error, COLIBRI_E_FORMAT, "file_bytes: the file has %" PRIu64 ", its header alone takes %d", real_bytes, COLIBRI_FILE_HEADER_BYTES);
     if (header->version != COLIBRI_FILE_VERSION)
         return fail(error, COLIBRI_E_UNSUPPORTED, "version: the file has %" PRIu32 ", this library reads %d", header->version,
                     COLIBRI_FILE_VERSION);
@@ -64,6 +66,9 @@ static bool inside(const struct colibri_file_header *header, uint64_t offset, ui
 }
 
 int colibri_check_tables(const struct colibri_file_header *header, struct colibri_error error) {
+    if (header->shard_index != 0)
+        return fail(error, COLIBRI_E_FORMAT, "shard_index: this is shard %" PRIu32 " of %" PRIu32 "; open the model that it lies beside",
+                    header->shard_index, header->n_shards);
     if (header->n_tensors == 0 || header->n_tensors > MAX_TENSORS)
         return fail(error, COLIBRI_E_FORMAT, "n_tensors: %" PRIu64 " is not in 1..%u", header->n_tensors, MAX_TENSORS);
     if (header->n_expert_blocks == 0 || header->n_expert_blocks > (uint64_t)MAX_LAYERS * MAX_EXPERTS)
@@ -80,14 +85,14 @@ int colibri_check_tables(const struct colibri_file_header *header, struct colibr
 
 int colibri_check_header_checksum(const struct colibri_file_header *header, const struct colibri_file_tensor *tensors,
                                   const uint64_t *expert_checksums, struct colibri_error error) {
-    size_t tensor_bytes = header->n_tensors * sizeof *tensors;
-    size_t expert_bytes = header->n_expert_blocks * sizeof *expert_checksums;
+    size_t tensor_bytes = tensors ? header->n_tensors * sizeof *tensors : 0;
+    size_t expert_bytes = expert_checksums ? header->n_expert_blocks * sizeof *expert_checksums : 0;
     uint8_t *joined = malloc(sizeof *header + tensor_bytes + expert_bytes);
     if (!joined) return fail(error, COLIBRI_E_NOMEM, "no memory for the tensor table");
     memcpy(joined, header, sizeof *header);
     memset(joined + offsetof(struct colibri_file_header, header_checksum), 0, sizeof header->header_checksum);
-    memcpy(joined + sizeof *header, tensors, tensor_bytes);
-    memcpy(joined + sizeof *header + tensor_bytes, expert_checksums, expert_bytes);
+    if (tensors) memcpy(joined + sizeof *header, tensors, tensor_bytes);
+    if (expert_checksums) memcpy(joined + sizeof *header + tensor_bytes, expert_checksums, expert_bytes);
     uint64_t actual = colibri_checksum(joined, sizeof *header + tensor_bytes + expert_bytes);
     free(joined);
     if (actual != header->header_checksum)
@@ -183,9 +188,11 @@ static int check_numbers(const struct colibri_file_header *header, struct colibr
         return fail(error, COLIBRI_E_UNSUPPORTED, "router_scale: this library does not scale routing weights (%g)", (double)header->router_scale);
     if (header->n_groups || header->top_k_groups)
         return fail(error, COLIBRI_E_UNSUPPORTED, "n_groups: this library does not implement group-limited routing");
-    if (header->n_shards != 1 || header->shard_index != 0 || header->experts_per_shard != header->n_experts)
-        return fail(error, COLIBRI_E_UNSUPPORTED, "n_shards: this library reads whole files only, not shard %" PRIu32 " of %" PRIu32,
-                    header->shard_index, header->n_shards);
+    if (header->n_shards == 0 || header->n_shards > header->n_experts)
+        return fail(error, COLIBRI_E_FORMAT, "n_shards: %" PRIu32 " is not in 1..%" PRIu32, header->n_shards, header->n_experts);
+    uint32_t largest_share = (header->n_experts + header->n_shards - 1) / header->n_shards;
+    if (header->experts_per_shard != largest_share)
+        return fail(error, COLIBRI_E_FORMAT, "experts_per_shard: expected %" PRIu32 ", got %" PRIu32, largest_share, header->experts_per_shard);
     return COLIBRI_OK;
 }
 
@@ -237,6 +244,19 @@ static int check_tensor_range(const struct colibri_file_header *header, const st
     return COLIBRI_OK;
 }
 
+/* Where experts lie in shards, their place is behind the file: its size says where. */
+static int check_shard_range(const struct colibri_file_header *header, struct colibri_error error) {
+    if (header->expert_offset % COLIBRI_FILE_EXPERT_ALIGN || header->expert_offset != header->file_bytes ||
+        header->n_expert_blocks > ((uint64_t)INT64_MAX - header->expert_offset) / header->expert_stride)
+        return fail(error, COLIBRI_E_FORMAT, "expert_offset: %" PRIu64 " blocks of %" PRIu64 " bytes at %" PRIu64 " are not aligned behind a file of %" PRIu64,
+                    header->n_expert_blocks, header->expert_stride, header->expert_offset, header->file_bytes);
+    return COLIBRI_OK;
+}
+
+uint64_t colibri_image_bytes(const struct colibri_file_header *header) {
+    return header->n_shards == 1 ? header->file_bytes : header->expert_offset + header->n_expert_blocks * header->expert_stride;
+}
+
 static int check_expert_range(const struct colibri_file_header *header, struct colibri_error error) {
     uint64_t matrix = tensor_bytes(header->expert_format, header->expert_width, header->hidden);
     if (header->expert_format == COLIBRI_FMT_VECTOR || matrix == 0)
@@ -247,6 +267,7 @@ static int check_expert_range(const struct colibri_file_header *header, struct c
     if (header->expert_stride % COLIBRI_FILE_EXPERT_ALIGN || header->expert_stride < header->expert_bytes)
         return fail(error, COLIBRI_E_FORMAT, "expert_stride: %" PRIu64 " is not a multiple of %d that holds %" PRIu64 " bytes", header->expert_stride,
                     COLIBRI_FILE_EXPERT_ALIGN, header->expert_bytes);
+    if (header->n_shards > 1) return check_shard_range(header, error);
     if (header->expert_offset % COLIBRI_FILE_EXPERT_ALIGN ||
         !inside(header, header->expert_offset, header->n_expert_blocks, header->expert_stride))
         return fail(error, COLIBRI_E_FORMAT, "expert_offset: %" PRIu64 " blocks of %" PRIu64 " bytes at %" PRIu64 " are not aligned inside a file of %" PRIu64,

@@ -64,9 +64,17 @@ static void test_a_file_that_was_cut_is_refused_with_both_sizes(void) {
         expect_refusal(COLIBRI_E_FORMAT, actual);
     }
     tiny_write(&file, COLIBRI_FILE_HEADER_BYTES - 1);
-    expect_refusal(COLIBRI_E_FORMAT, "header");
-    tiny_write(&file, 0);
-    expect_refusal(COLIBRI_E_FORMAT, "header");
+    expect_refusal(COLIBRI_E_FORMAT, "file_bytes");
+}
+
+static void test_what_is_no_model_is_told_so_however_short(void) {
+    const size_t lengths[] = {0, 7, 100, COLIBRI_FILE_HEADER_BYTES};
+    rebuild();
+    file.bytes[0] ^= 1;
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        tiny_write(&file, lengths[i]);
+        expect_refusal(COLIBRI_E_FORMAT, "magic: not a .colibri file");
+    }
 }
 
 static void test_a_lying_header_is_refused_by_field(void) {
@@ -101,6 +109,12 @@ static void test_a_lying_header_is_refused_by_field(void) {
     LIE(h->dense_layers[0] = 0xff, COLIBRI_E_FORMAT, "dense_layers");
     LIE(h->dense_layers[31] = 1, COLIBRI_E_FORMAT, "dense_layers");
     LIE(h->n_dense_layers_mask_words = 33, COLIBRI_E_FORMAT, "n_dense_layers_mask_words");
+    LIE(h->n_shards = 0, COLIBRI_E_FORMAT, "n_shards");
+    LIE(h->n_shards = TINY_EXPERTS + 1, COLIBRI_E_FORMAT, "n_shards");
+    LIE(h->n_shards = 2, COLIBRI_E_FORMAT, "experts_per_shard");
+    LIE(h->experts_per_shard--, COLIBRI_E_FORMAT, "experts_per_shard");
+    LIE((h->n_shards = 2, h->experts_per_shard = TINY_EXPERTS / 2), COLIBRI_E_FORMAT, "expert_offset"); /* they are inside */
+    LIE(h->shard_index = 1, COLIBRI_E_FORMAT, "shard_index");
     LIE(h->rms_eps = -1, COLIBRI_E_FORMAT, "rms_eps");
     LIE(memset(&h->attention_scale, 0xff, 4), COLIBRI_E_FORMAT, "attention_scale"); /* not a number */
     LIE(h->rope_attention_factor = 0, COLIBRI_E_FORMAT, "rope_attention_factor");
@@ -115,7 +129,6 @@ static void test_what_is_not_implemented_is_refused_by_name(void) {
     LIE(h->arch_flags |= COLIBRI_ARCH_QK_NORM_WHOLE, COLIBRI_E_FORMAT, "qk_norm_whole");
     LIE(h->router_scale = 2.5f, COLIBRI_E_UNSUPPORTED, "router_scale");
     LIE(h->n_groups = 8, COLIBRI_E_UNSUPPORTED, "n_groups");
-    LIE(h->n_shards = 2, COLIBRI_E_UNSUPPORTED, "n_shards");
     LIE(h->expert_format = COLIBRI_FMT_Q4, COLIBRI_E_UNSUPPORTED, "expert_format");
     LIE(h->expert_format = 77, COLIBRI_E_UNSUPPORTED, "expert_format");
     LIE(t[0].format = COLIBRI_FMT_Q4, COLIBRI_E_UNSUPPORTED, "format");
@@ -250,6 +263,7 @@ static void test_wrong_options_are_refused_by_name(void) {
 int main(void) {
     test_a_true_file_is_opened_and_verified();
     test_a_file_that_was_cut_is_refused_with_both_sizes();
+    test_what_is_no_model_is_told_so_however_short();
     test_a_lying_header_is_refused_by_field();
     test_what_is_not_implemented_is_refused_by_name();
     test_lying_offsets_are_refused_by_field();
