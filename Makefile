@@ -9,10 +9,10 @@ NATIVE := build/native
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native test-python test-all test-oracle lint format bench clean
+.PHONY: help demo test test-native test-python test-all test-oracle test-compilers test-sanitizers test-aarch64 lint format bench clean
 
 help: ## say what there is
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(VENV)/run.stamp ## a conversation that survives kill -9, on the embedded model
 	@$(BIN)/colibrictl demo
@@ -31,6 +31,15 @@ test-oracle: $(VENV)/oracle.stamp ## live comparison with transformers (installs
 
 test-all: test-native $(VENV)/oracle.stamp ## every test, slow ones too
 	$(PYTEST) -n auto
+
+test-compilers: $(VENV)/run.stamp ## the engine by gcc 11, by clang 14, and without AVX-512
+	tools/test_builds.sh compilers
+
+test-sanitizers: $(VENV)/run.stamp ## the engine under address, undefined-behaviour and thread sanitizers
+	tools/test_builds.sh sanitizers
+
+test-aarch64: $(VENV)/run.stamp ## the engine cross-built for 64-bit ARM, under qemu
+	tools/test_builds.sh aarch64
 
 lint: $(VENV)/lint.stamp ## ruff and mypy
 	$(BIN)/ruff check .

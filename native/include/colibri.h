@@ -14,6 +14,9 @@
  *   - Structs that a caller fills start with `struct_bytes`, set to sizeof the struct; a size this library does not know is
  *     refused with COLIBRI_E_INVALID.
  *   - Pointers marked COLIBRI_RESTRICT must not overlap others of the same call.
+ *   - The shared library's soname carries the number of the binary interface, libcolibri.so.0. It is raised when a program built before would
+ *     break: a function, field or constant is taken away or means something else. New functions do not raise it, nor does a longer struct, whose
+ *     former size stays known. Only the names here are exported.
  *   - Arithmetic: docs/numerics.md. File format: docs/format.md.
  */
 #ifndef COLIBRI_H

@@ -747,13 +747,12 @@ static void test_the_control_word_is_set_and_restored(void)
     unsigned before = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(before | 0x8040); /* flush to zero, denormals are zero */
     uint64_t state = colibri_fp_enter();
-    volatile float smallest = 0x1p-126f, half = smallest / 2;
-    int kept = half != 0;
+    volatile float smallest = 0x1p-126f, inside = smallest / 2; /* looked at as bits: a comparison of floats follows the control word too */
     colibri_fp_restore(state);
-    half = smallest / 2;
-    int flushed = half == 0;
+    volatile float after = smallest / 2;
     __builtin_ia32_ldmxcsr(before);
-    CHECK(kept && flushed, "subnormals kept inside: %d, flushed again after: %d", kept, flushed);
+    CHECK(to_bits(inside) == 0x00400000, "a subnormal became %08x inside", to_bits(inside));
+    CHECK(to_bits(after) == 0, "a subnormal stayed %08x after", to_bits(after));
 #endif
 }
 
@@ -771,6 +770,36 @@ static void test_an_instruction_set_is_chosen_by_name(void)
     CHECK(colibri_kernels_get(NULL, err, sizeof err) != NULL, "one is always there");
     CHECK(colibri_kernels_get("pentium", err, sizeof err) == NULL && strstr(err, "'pentium'") && strstr(err, "scalar"), "unknown: %s", err);
     CHECK(colibri_kernels_built("pentium") == NULL, "not built");
+}
+
+/* Is the table that is chosen without a name one that needs none of the hidden feature? `needing`: names of those that do, ended by NULL. */
+static void check_choice_without(const char *feature, const char *const *needing)
+{
+    char err[200];
+    colibri_kernels_hide_feature(feature);
+    const char *chosen = colibri_kernels_get(NULL, err, sizeof err)->name;
+    for (; *needing; needing++) {
+        CHECK(strcmp(chosen, *needing) != 0, "%s was chosen without %s", chosen, feature);
+        CHECK(colibri_kernels_get(*needing, err, sizeof err) == NULL, "%s was given without %s", *needing, feature);
+    }
+    CHECK(colibri_kernels_get("scalar", err, sizeof err) == scalar, "scalar needs nothing: %s", err);
+    colibri_kernels_hide_feature("");
+}
+
+static void test_a_cpu_that_lacks_a_feature_runs_what_does_without(void)
+{
+    static const char *const all[] = {"amx", "avx512vnni", "avxvnni", "avx2", NULL};
+    static const char *const amx_or_512[] = {"amx", "avx512vnni", NULL}, *const vnni[] = {"avxvnni", NULL};
+    static const char *const needed_by_all[] = {"FMA", "F16C", "AVX2", "OSXSAVE"};
+    for (size_t i = 0; i < sizeof needed_by_all / sizeof *needed_by_all; i++) {
+        check_choice_without(needed_by_all[i], all);
+        colibri_kernels_hide_feature(needed_by_all[i]);
+        CHECK(colibri_kernels_get(NULL, NULL, 0) == scalar, "not scalar without %s", needed_by_all[i]);
+        colibri_kernels_hide_feature("");
+    }
+    check_choice_without("AVX512_VNNI", amx_or_512);
+    check_choice_without("AVX512F", amx_or_512);
+    check_choice_without("AVX_VNNI", vnni);
 }
 
 static uint64_t wrong_checksum(const void *data, size_t n) { return scalar->checksum(data, n) + 1; }
@@ -840,6 +869,7 @@ static const struct test compiled_once[] = {
     TEST(test_sizes_are_those_of_the_layout),
     TEST(test_the_control_word_is_set_and_restored),
     TEST(test_an_instruction_set_is_chosen_by_name),
+    TEST(test_a_cpu_that_lacks_a_feature_runs_what_does_without),
     TEST(test_a_trial_finds_wrong_bits_and_survives_an_illegal_instruction),
     {NULL, NULL},
 };

@@ -60,7 +60,7 @@ static void fill_tensor(const struct tiny_model *model, const struct colibri_fil
     if (tensor->format != COLIBRI_FMT_VECTOR) {
         fill_matrix(to, tensor->format, tensor->rows, tensor->cols, random);
     } else if (tensor->role == COLIBRI_T_INV_FREQ) {
-        for (size_t i = 0; i < tensor->cols; i++) vector[i] = powf(10000, -(float)i / (float)tensor->cols);
+        for (size_t i = 0; i < tensor->cols; i++) vector[i] = (float)pow(10000, -(double)i / (double)tensor->cols);
     } else {
         for (size_t i = 0; i < tensor->cols; i++) vector[i] = 1 + 0.3f * random_float(random);
     }

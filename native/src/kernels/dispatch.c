@@ -54,9 +54,12 @@ struct feature {
 #define AMX_TILE {"AMX_TILE", 7, 0, EDX, 24}
 #define AMX_INT8 {"AMX_INT8", 7, 0, EDX, 25}
 
+static const char *hidden_feature = "";
+
 static int cpu_has(const struct feature *f)
 {
     unsigned r[4];
+    if (strcmp(f->name, hidden_feature) == 0) return 0;
     return __get_cpuid_count(f->leaf, f->subleaf, &r[0], &r[1], &r[2], &r[3]) && r[f->in] >> f->bit & 1;
 }
 
@@ -104,6 +107,12 @@ static const char *amx_lacks(void)
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? NULL : "the system's leave to use tile registers";
 }
 #endif
+
+void colibri_kernels_hide_feature(const char *name) { hidden_feature = name; }
+
+#else
+
+void colibri_kernels_hide_feature(const char *name) { (void)name; }
 
 #endif
 
