@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class ConvertError(Exception):
     """Base of all errors of the converter and of inspect."""
@@ -24,6 +26,12 @@ class ConvertError(Exception):
         self.message = message
         self.where = where
         self.hint = hint
+
+    def to_wire(self) -> dict[str, str]:
+        """As the daemon's errors are told: {"type": "missing_file", "message", "where"?, "hint"?}."""
+        kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+        fields = {"type": kind, "message": self.message, "where": self.where, "hint": self.hint}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.message}" if self.where else self.message

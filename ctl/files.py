@@ -26,8 +26,7 @@ def converter(as_json: bool) -> Iterator[ModuleType]:
     try:
         yield library
     except library.ConvertError as error:
-        wire = {"type": type(error).__name__, "message": error.message, "where": error.where, "hint": error.hint}
-        fail({key: value for key, value in wire.items() if value is not None}, str(error), as_json, EXIT_ERROR)
+        fail(error.to_wire(), str(error), as_json, EXIT_ERROR)
 
 
 @click.command()

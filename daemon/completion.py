@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,7 +33,7 @@ from colibri.daemon.call import Call
 from colibri.daemon.engine import EngineThread
 from colibri.daemon.scheduler import Event, Failed, Finished, Progress, Request, Token, Usage
 from colibri.daemon.sessions import Session, Sessions, Turn
-from colibri.daemon.template import ChatEncoder
+from colibri.daemon.template import ROLES, ChatEncoder
 from colibri.daemon.text import TextStream, Tokenizer
 from colibri.native import Sampling
 from colibri.protocol import messages as wire
@@ -52,7 +51,6 @@ T = TypeVar("T")
 
 # Role of what is given to and comes from `generate` in a session: text without a template.
 RAW = "raw"
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # Tokens and seconds after which generated tokens go to disk. A crash of the process loses no more than this.
 _BATCH_TOKENS = 16
 _BATCH_S = 0.5
@@ -275,7 +273,7 @@ class Completer:
         request = call.request
         assert isinstance(request, wire.Completing)
         if isinstance(request, wire.Chat):
-            _check_roles(request.messages)
+            self._check_roles(request.messages)
         if request.session is None:
             return await self._serve(call, request, await self._read(self._prompt, request), None)
         async with self.order.turn(request.session, call) as is_our_turn:
@@ -293,6 +291,14 @@ class Completer:
 
     # -- from a request to tokens (in the executor)
 
+    def _check_roles(self, messages: Sequence[wire.Message]) -> None:
+        """A role goes into the template as it is, so it has to be one that is meant; `raw` is ours."""
+        for i, message in enumerate(messages):
+            role = message.role
+            if role == RAW or not self._chat.knows_role(role):
+                hint = f"{', '.join(sorted(ROLES))}, or one that the model's template names"
+                raise InvalidRequest(f"{role[:40]!r} is not a role", where=f"messages[{i}].role", hint=hint)
+
     def _prompt(self, request: wire.Completing) -> Prompt:
         if isinstance(request, wire.Chat):
             return Prompt(self._chat.encode(_plain(request.messages), datetime.now(), _names(request)), 0, [])
@@ -302,7 +308,9 @@ class Completer:
     def _raw_tokens(self, request: wire.Generate, *, is_first: bool) -> list[int]:
         if request.tokens is not None:
             return request.tokens
-        return self._tokenizer.encode(request.prompt or "", parse_special=request.parse_special, add_special=is_first)
+        text = request.prompt or ""
+        self._tokenizer.refuse_longer_than(text, self._engine.limits.max_context)
+        return self._tokenizer.encode(text, parse_special=request.parse_special, add_special=is_first)
 
     def _session_prompt(self, request: wire.Completing) -> Prompt:
         assert request.session is not None
@@ -530,13 +538,3 @@ def _plain(messages: Sequence[wire.Message]) -> list[dict[str, Any]]:
 def _names(request: wire.Chat) -> dict[str, Any]:
     """What the template is given beside the messages."""
     return {**(request.template_args or {}), "tools": request.tools}
-
-
-def _check_roles(messages: Sequence[wire.Message]) -> None:
-    """A role goes into the template as it is, so it has to be a plain word; `raw` is ours."""
-    for i, message in enumerate(messages):
-        role = message.role
-        if not _ROLE.fullmatch(role) or role == RAW:
-            raise InvalidRequest(
-                f"{role[:40]!r} is not a role", where=f"messages[{i}].role", hint="user, system, tool …"
-            )

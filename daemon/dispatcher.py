@@ -101,7 +101,7 @@ class Dispatcher:
     async def _score(self, call: Call, request: wire.Score) -> wire.Scores:
         tokens = request.tokens
         if tokens is None:
-            tokens = await self._read(partial(self._tokenizer.encode, request.text or "", add_special=True))
+            tokens = await self._read(self._tokens_to_score, request.text or "")
         if len(tokens) < 2:
             self._check_tokens(tokens)
             return wire.Scores(logprobs=[], tokens=tokens)
@@ -122,6 +122,10 @@ class Dispatcher:
                     raise DeadlineExceeded("the time given with the request is over", where="deadline_s")
                 case Finished():
                     raise call.cause or Cancelled("the request was cancelled")
+
+    def _tokens_to_score(self, text: str) -> list[int]:
+        self._tokenizer.refuse_longer_than(text, self.server_info.model.context)
+        return self._tokenizer.encode(text, add_special=True)
 
     def _check_tokens(self, tokens: list[int]) -> None:
         vocabulary = self.server_info.model.vocabulary

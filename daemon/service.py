@@ -153,7 +153,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         engine=engine,
         events=events,
         tokenizer=tokenizer,
-        chat=_chat_encoder(model, tokenizer),
+        chat=_chat_encoder(model, tokenizer, limits.max_context),
         end_tokens=frozenset(model.info.end_tokens),
         defaults=Defaults.from_generation_config(model.json.get("generation_config")),
         sessions=sessions,
@@ -231,11 +231,11 @@ def _open_context(config: Config, model: Model) -> Context:
     )
 
 
-def _chat_encoder(model: Model, tokenizer: Tokenizer) -> ChatEncoder:
+def _chat_encoder(model: Model, tokenizer: Tokenizer, max_tokens: int) -> ChatEncoder:
     """A template that does not compile costs chat, not the daemon."""
     end_tokens = frozenset(model.info.end_tokens)
     try:
-        return ChatEncoder.from_model(model.json, tokenizer, end_tokens)
+        return ChatEncoder.from_model(model.json, tokenizer, end_tokens, max_tokens)
     except TemplateError as error:
         log.warning("chat is not available: %s", error)
         return ChatEncoder(None, tokenizer, end_tokens)

@@ -91,7 +91,8 @@ class History:
     def apply(self, record: Record) -> None:
         fields = record.fields
         self.last = record.position
-        self.updated = fields.get("at", self.updated)
+        # A clock may be set back; a session is never older than its beginning.
+        self.updated = max(self.updated, fields.get("at", self.updated))
         getattr(self, f"_apply_{fields['kind']}")(fields)
 
     def _apply_create(self, fields: Mapping[str, Any]) -> None:

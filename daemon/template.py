@@ -1,7 +1,7 @@
 """Conversations as tokens: the checkpoint's own chat template, and how a conversation goes on without being read again.
 
 Rules:
-  - The template runs in jinja2's sandbox with what `transformers` gives it, and within bounds on loops and output.
+  - The template runs in a sandbox (sandbox.py) with what `transformers` gives it.
   - Only the template makes control tokens. A control string in a message or a tool goes through the template as an
     opaque mark and is put back as plain text, so that neither the template nor the tokenizer sees a forged marker.
   - A new turn costs what is new: the template is rendered with a mark for the last reply, and what follows the mark is
@@ -14,19 +14,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 
+from colibri.daemon.sandbox import Sandbox, budget
 from colibri.daemon.text import Tokenizer
 from colibri.protocol.errors import TemplateError
 
@@ -35,78 +32,11 @@ Message = Mapping[str, Any]
 Names = Mapping[str, Any]
 """What a template is given beside the messages: tools, and switches of its own like enable_thinking."""
 
-# Far above any context that fits a machine; far below what would hurt it.
-_MAX_CHARACTERS = 1 << 26
-# Steps of loops, and calls; a conversation of a hundred thousand messages stays below.
-_MAX_STEPS = 1_000_000
 
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks a reply for training; here it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Budget:
-    """What one rendering may still do: steps of loops and calls together."""
-
-    def __init__(self) -> None:
-        self._left = _MAX_STEPS
-
-    def spend(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise jinja2.TemplateRuntimeError(f"more than {_MAX_STEPS} steps of loops and calls")
-
-
-# No template can spell this name, so none can replace the budget.
-_BUDGET = "budget of this rendering"
-
-
-@jinja2.pass_context
-def _counted(context: jinja2.runtime.Context, iterable: Iterable[Any]) -> Iterator[Any]:
-    budget: _Budget = context.parent[_BUDGET]
-    for item in iterable:
-        budget.spend()
-        yield item
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja2's sandbox keeps a template from what it must not touch; this one also bounds how long it takes: every
-    loop and call is counted, and products that are slow or large to compute are refused."""
-
-    intercepted_binops = frozenset({"+", "*", "**"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(jinja2.nodes.For):
-            loop.iter = jinja2.nodes.Filter(
-                loop.iter, "counted", [], [], None, None, lineno=loop.lineno, environment=self
-            )
-        return tree
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __context.parent[_BUDGET].spend()
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _result_size(operator, left, right) > _MAX_CHARACTERS:
-            raise jinja2.TemplateRuntimeError(f"the result of {operator} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Items of a text or sequence, bits of a power; 0 where it does not matter."""
-    if operator == "**":
-        return left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
-    n_left, n_right = (len(value) if isinstance(value, Sequence) else 0 for value in (left, right))
-    if operator == "+":
-        return n_left + n_right
-    return n_left * right if isinstance(right, int) else n_right * left if isinstance(left, int) else 0
+# Those of OpenAI's interface, which programs use whatever the model.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# How a template names the roles that it has beside them (ipython, observation …), among other words.
+_QUOTED_WORD = re.compile(r"""["']([A-Za-z][A-Za-z0-9_-]*)["']""")
 
 
 def _to_json(
@@ -124,21 +54,22 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.filters["counted"] = _counted
+def _environment() -> Sandbox:
+    environment = Sandbox({"tojson": _to_json})
     environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
 class ChatTemplate:
-    """A jinja2 chat template. `tokens`: the names it may use, like bos_token. Raises TemplateError for bad syntax."""
+    """A jinja2 chat template. `tokens`: the names it may use, like bos_token. Raises TemplateError for bad syntax.
+
+    `roles`: those that a message may have. Most templates write any role as it is, so a misspelt one would become
+    a turn that the model was never trained on.
+    """
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
         self._tokens = dict(tokens or {})
+        self.roles = ROLES | set(_QUOTED_WORD.findall(source))
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -159,19 +90,12 @@ class ChatTemplate:
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": now.strftime,
-            _BUDGET: _Budget(),
         }
-        text: list[str] = []
-        left = _MAX_CHARACTERS
         try:
-            for chunk in self._template.generate(variables):
-                left -= len(chunk)
-                if left < 0:
-                    raise jinja2.TemplateRuntimeError(f"more than {_MAX_CHARACTERS} characters")
-                text.append(chunk)
+            with budget():
+                return self._template.render(variables)
         except Exception as e:  # a template may raise anything, and none of it is our bug
             raise _template_error(e) from e
-        return "".join(text)
 
 
 def _template_error(error: Exception) -> TemplateError:
@@ -246,21 +170,35 @@ class _Marks:
 class ChatEncoder:
     """Messages → tokens, from nothing or behind a stored history. Thread-safe.
 
-    `template` None: the model has none, and every call raises TemplateError. `names`: see Names.
+    `template` None: the model has none, and every call raises TemplateError. `names`: see Names. What is surely more
+    than `max_tokens` is refused as PromptTooLong before it is tokenised.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        end_tokens: frozenset[int],
+        max_tokens: int = sys.maxsize,
+    ) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._end_tokens = end_tokens
+        self._max_tokens = max_tokens
         self._reply = f"reply{secrets.token_hex(12)}"
 
+    def knows_role(self, role: str) -> bool:
+        """Whether a message may have this role."""
+        return role in (self._template.roles if self._template else ROLES)
+
     @staticmethod
-    def from_model(model_json: Mapping[str, Any], tokenizer: Tokenizer, end_tokens: frozenset[int]) -> ChatEncoder:
+    def from_model(
+        model_json: Mapping[str, Any], tokenizer: Tokenizer, end_tokens: frozenset[int], max_tokens: int = sys.maxsize
+    ) -> ChatEncoder:
         """For the template in a model file. Raises TemplateError if it does not compile."""
         source = model_json.get("chat_template")
         template = ChatTemplate(source, special_token_names(model_json)) if source else None
-        return ChatEncoder(template, tokenizer, end_tokens)
+        return ChatEncoder(template, tokenizer, end_tokens, max_tokens)
 
     def encode(self, messages: Sequence[Message], now: datetime, names: Names | None = None) -> list[int]:
         """The whole conversation, up to where the reply begins."""
@@ -333,6 +271,7 @@ class ChatEncoder:
 
     def _tokens(self, rendered: str, marks: _Marks) -> list[int]:
         """Tokens of rendered text; a stretch between control strings that holds a mark is encoded as plain."""
+        self._tokenizer.refuse_longer_than(marks.restore(rendered), self._max_tokens)
         if not marks.are_in(rendered):
             return self._tokenizer.encode(rendered, parse_special=True)
         tokens: list[int] = []

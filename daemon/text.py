@@ -21,6 +21,8 @@ from typing import Any
 
 import tokenizers
 
+from colibri.protocol.errors import PromptTooLong
+
 
 class UnsupportedTokenizer(ValueError):
     """The tokenizer is of a kind whose tokens cannot be read as bytes."""
@@ -85,6 +87,7 @@ class Tokenizer:
         self._control_string = _any_of(self.control.values())
         self._special_string = _any_of(self.control[token] for token in self.control.keys() & self._special)
         self._bytes: dict[int, bytes] = {}
+        self._longest_token = _longest_token_bytes(data) if _covers_all_text(data) else None
 
     @staticmethod
     def from_model(model_json: Mapping[str, Any]) -> Tokenizer:
@@ -120,6 +123,24 @@ class Tokenizer:
             else self._encode_plain(text)
         )
         return self.with_bos(ids) if add_special else ids
+
+    def refuse_longer_than(self, text: str, max_tokens: int) -> None:
+        """Raises PromptTooLong for a text that is surely more tokens, before time is spent on tokenising it."""
+        if self._least_tokens(text) > max_tokens and (n := self._least_tokens(self._normalized(text))) > max_tokens:
+            raise PromptTooLong(
+                f"the text alone is at least {n} tokens, and the context is {max_tokens}",
+                hint="shorten the prompt",
+                context=max_tokens,
+            )
+
+    def _least_tokens(self, text: str) -> int:
+        """A bound from below; 0 where there is none."""
+        return -(-len(text.encode()) // self._longest_token) if self._longest_token else 0
+
+    def _normalized(self, text: str) -> str:
+        """What the tokens really cover: a normalizer may shorten a text."""
+        normalizer = self._parsing.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text)).replace("\u2581", " ")
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """`ids` with exactly one BOS in front where the model expects one."""
@@ -188,6 +209,37 @@ class Tokenizer:
         """The text of `ids`. `at_start`: they begin a text, so that a SentencePiece's leading space goes."""
         decoder = IncrementalDecoder(self, skip_special=skip_special, at_start=at_start)
         return "".join([*map(decoder.feed, ids), decoder.flush()])
+
+
+def _steps(part: Any, name: str) -> list[Mapping[str, Any]]:
+    """A pre-tokenizer's steps, sequences flattened; `name` is that of a sequence's list."""
+    if not isinstance(part, Mapping):
+        return []
+    return [step for inner in part[name] for step in _steps(inner, name)] if name in part else [part]
+
+
+def _covers_all_text(data: Mapping[str, Any]) -> bool:
+    """Whether every byte of a normalised text is part of some token: nothing is dropped, and no token swallows text
+    that it does not spell, such as unknown words or the space around it."""
+    model = data["model"]
+    vocabulary = model.get("vocab", {})
+    byte_level = all(character in vocabulary for character in _BYTE_OF_CHARACTER)
+    byte_fallback = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    keeps_all = all(
+        step["type"] in ("ByteLevel", "Metaspace", "Digits")
+        or (step["type"] == "Split" and step.get("behavior") != "Removed")
+        for step in _steps(data.get("pre_tokenizer"), "pretokenizers")
+    )
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in data.get("added_tokens", ()))
+    return model.get("type") == "BPE" and bool(byte_level or byte_fallback) and keeps_all and not strips
+
+
+def _longest_token_bytes(data: Mapping[str, Any]) -> int:
+    """Bytes of text that one token stands for at most."""
+    byte_level = any(step.get("type") == "ByteLevel" for step in _parts(data.get("decoder")))
+    own = (len(token) if byte_level else len(token.replace("\u2581", " ").encode()) for token in data["model"]["vocab"])
+    added = (len(token["content"].encode()) for token in data.get("added_tokens", ()))
+    return max((*own, *added))
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -133,3 +133,18 @@ def test_a_converter_without_its_packages_says_what_is_missing(
     result = ctl("inspect", str(tmp_path / "m"))
     assert result.exit_code == 4
     assert result.stderr == "colibrictl: numpy is not installed: pip install 'colibri-moe[daemon]'\n"
+
+
+def test_errors_of_the_converter_as_json_look_like_those_of_the_daemon(ctl: Ctl, tmp_path: Path) -> None:
+    (tmp_path / "m.colibri").write_bytes(b"something else")
+    path = str(tmp_path / "m.colibri")
+    errors = [
+        ctl("inspect", path, "--json"),
+        ctl("convert", str(tmp_path), str(tmp_path / "out"), "--json"),
+        ctl("status", "--socket", str(tmp_path / "none"), "--json"),
+    ]
+    wires = [json.loads(result.stdout)["error"] for result in errors]
+    assert [wire["type"] for wire in wires] == ["model_file_error", "missing_file", "daemon_unavailable"]
+    assert wires[0]["where"] == path
+    for wire in wires:
+        assert wire.keys() <= {"type", "message", "where", "hint"}

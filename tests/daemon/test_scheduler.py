@@ -6,6 +6,8 @@ Every step of every test is followed by the page table's check_integrity (schedu
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -237,6 +239,37 @@ def test_evicted_pages_come_back_from_the_store() -> None:
     assert rig.pages.counters.disk_hits > 0
     assert again.cached == 99
     assert again.text == first.text
+
+
+class HeldStore(MemoryPageStore):
+    """Stops in the middle of a batch until it is told to go on; a page is visible when it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds_after = 2
+        self.in_the_middle, self.may_go_on = threading.Event(), threading.Event()
+
+    def write(self, pages: Sequence[Any]) -> None:
+        super().write(pages[: self.holds_after])
+        self.in_the_middle.set()
+        assert self.may_go_on.wait(60)
+        super().write(pages[self.holds_after :])
+
+
+def test_a_session_that_is_resumed_while_its_pages_are_being_written_says_the_same() -> None:
+    """S5: a read in the middle of a spill, by the process that spills and by one that comes after its death."""
+    store = HeldStore()
+    rig = Rig(n_pages=16, store=store)
+    first = rig.complete(tokens_of(1, 200), 20)
+    assert store.in_the_middle.wait(60)
+    assert rig.complete(tokens_of(2, 300), 10).text == expected(tokens_of(2, 300), 10)  # takes the room of the first
+    again = rig.complete(tokens_of(1, 200), 20)
+    assert again.text == first.text == expected(tokens_of(1, 200), 20)
+    other = Rig(store=store)  # reads what is there of the spill that is still under way
+    assert other.complete(tokens_of(1, 200), 20).text == first.text
+    store.may_go_on.set()
+    other.close()
+    rig.close()
 
 
 def test_restoring_is_spread_over_steps_and_decoding_goes_on() -> None:

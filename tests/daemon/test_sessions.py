@@ -61,6 +61,20 @@ def test_an_empty_session_round_trips(reopen: Opener) -> None:
     assert (again.is_new, again.tokens, again.messages) == (False, [], [])
 
 
+def test_a_clock_that_is_set_back_makes_no_session_older_than_its_beginning(tmp_path: Path) -> None:
+    store = TruthStore(tmp_path / "truth")
+    times = iter([5000.0, 3000.0, 1000.0, 6000.0, 2000.0])
+    sessions = Sessions(store, model_fingerprint=MODEL, tokenizer_fingerprint=TOKENIZER, clock=lambda: next(times))
+    session = sessions.get_or_create("alice")
+    say(session, [1], [2])
+    assert (session.created, session.updated) == (5000.0, 5000.0)
+    session.begin_turn(keep=2, new_tokens=[3], messages=[USER], sampling={})
+    assert session.updated == 6000.0
+    (summary,) = sessions.list(None, 10)
+    assert (summary.created, summary.updated) == (5000.0, 6000.0)
+    store.close()
+
+
 def test_an_unknown_name_is_not_found_and_the_live_session_is_untouched(reopen: Opener) -> None:
     sessions = reopen()
     turn = sessions.get_or_create("live").begin_turn(keep=0, new_tokens=[1], messages=[USER], sampling={})

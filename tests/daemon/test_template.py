@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from datetime import datetime
 from typing import Any
 
+import jinja2.sandbox
 import pytest
 
-from colibri.daemon import template
+from colibri.daemon import sandbox
 from colibri.daemon.template import ChatEncoder, ChatTemplate, special_token_names
 from colibri.daemon.text import Tokenizer
 from colibri.protocol.errors import TemplateError
@@ -126,9 +128,83 @@ def test_a_refusal_by_the_template_is_typed_and_has_its_words() -> None:
     ],
 )
 def test_a_hostile_or_broken_template_ends_in_a_typed_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "_MAX_STEPS", 10_000)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 10_000)
     with pytest.raises(TemplateError):
         render(source)
+
+
+DOUBLING = "{%% set n = namespace(s='x' * 1000) %%}{%% for i in range(60) %%}{%% set n.s = %s %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DOUBLING % "n.s ~ n.s",
+        DOUBLING % "n.s * 2",
+        DOUBLING % "[n.s, n.s] | join",
+        DOUBLING % "n.s.replace('x', 'xx')",
+        DOUBLING % "n.s | replace('x', 'xx')",
+        DOUBLING % "'%s%s' % (n.s, n.s)",
+        DOUBLING % "'%s%s' | format(n.s, n.s)",
+        DOUBLING % "'{0}{0}'.format(n.s)",
+        DOUBLING % "n.s.join(['', '', ''])",
+        DOUBLING % "[n.s, n.s]" + "{{ n.s }}",
+        DOUBLING % "{'a': n.s, 'b': n.s}" + "{{ n.s | tojson }}",
+        DOUBLING % "namespace(a=n.s, b=n.s)" + "{{ n.s ~ '' }}",
+        DOUBLING % "n.s"
+        + "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}"
+        + "{{ "
+        + "f(" * 30
+        + "n.s"
+        + ")" * 30
+        + " }}",
+        "{% set x = 'x' * 1000 %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 30,
+        "{% set n = namespace(l=[]) %}{% set x = 'x' * 1000000 %}"
+        "{% for i in range(9999) %}{% set n.l = n.l + [x[1:]] %}{% endfor %}",
+        "{{ '%999999999d' % 5 }}",
+        "{{ '%.999999999f' % 5 }}",
+        "{{ '%*d' % (999999999, 5) }}",
+        "{{ '%999999999s' | format('x') }}",
+        "{{ '{:999999999}'.format('x') }}",
+        "{{ '{:{}}'.format('x', 999999999) }}",
+        "{{ '{x:999999999}'.format_map({'x': 'x'}) }}",
+        "{{ 'x'.ljust(999999999) }}",
+        "{{ 'x' | center(999999999) }}",
+        "{{ ('\t' * 1000).expandtabs(999999) }}",
+        "{{ ('x\n' * 100000) | indent(99999) }}",
+        "{{ [1] | tojson(indent=999999999) }}",
+        "{{ [[[]] * 1000] * 1000 | sum(start=[]) }}",
+        "{{ lipsum(n=100000) }}",
+    ],
+)
+def test_a_template_that_makes_much_of_little_is_stopped_before_it_has(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateError):
+            render(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 400 << 20
+
+
+def test_bounds_leave_what_templates_do_as_it_was() -> None:
+    source = (
+        "{{ 'a' ~ 1 ~ none ~ [2] }} {{ '%05.1f|%-4s|%d%%' % (2.25, 'b', 3) }} {{ '%s' | format('c') }} "
+        "{{ '{:>4}{x!r}'.format('d', x='e') }} {{ [1, 'f'] | join('-') }} {{ missing | join }} "
+        "{{ {'k': 1}.values() | join }} "
+        "{{ 'g'.ljust(3) }}| {{ 'h' | center(3) }} {{ 'i\nj' | indent(2) }} {{ [1, 2] | sum }} "
+        "{{ 'a-b'.replace('-', '+') }} "
+        "{{ range(3) | map('string') | join(',') }} {{ [{'a': 1}] | tojson(indent=1) | length }} {{ 'abc'[1:] }}"
+    )
+    reference = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(source).render()
+    assert render(source) == reference
+
+
+def test_the_roles_of_openai_and_those_that_the_template_names_are_known() -> None:
+    named = ChatTemplate("{% if m.role == 'ipython' or m.role == \"context\" %}{% endif %}").roles
+    assert {"system", "developer", "user", "assistant", "tool", "ipython", "context"} <= named
+    assert "usr" not in named
 
 
 def test_a_syntax_error_names_its_line() -> None:

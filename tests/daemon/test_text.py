@@ -6,6 +6,7 @@ import itertools
 import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from colibri.daemon.text import IncrementalDecoder, StopStrings, TextStream, Tokenizer, UnsupportedTokenizer
 from colibri.native import Model
+from colibri.protocol.errors import PromptTooLong
 
 
 @pytest.fixture(scope="module")
@@ -337,3 +339,54 @@ def test_a_token_that_holds_the_start_of_a_stop_string_is_not_kept(byte_level_js
     stream = TextStream(byte_level, ["he"])
     assert stream.feed(hello[0]).text == " t"
     assert stream.n_sent == 0
+
+
+# Prompts that are too long
+
+
+def test_a_text_that_is_surely_too_long_is_refused_before_it_is_tokenised(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        monkeypatch.setattr(tokenizer, "_plain", None)  # encoding would fail
+        with pytest.raises(PromptTooLong, match=r"at least \d+ tokens, and the context is 100") as caught:
+            tokenizer.refuse_longer_than("hello world " * 1000, 100)
+        assert caught.value.extra == {"context": 100}
+
+
+@given(text=st.text(), control=st.sampled_from(["", "<s>", "</s>", "<|im_end|>", "\u2581", "  "]), n=st.integers(1, 50))
+def test_a_text_that_fits_is_never_refused(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, text: str, control: str, n: int
+) -> None:
+    text = (text + control) * n
+    for tokenizer in (byte_level, sentencepiece):
+        for parse_special in (False, True):
+            tokenizer.refuse_longer_than(text, len(tokenizer.encode(text, parse_special=parse_special)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {"added_tokens": [{"id": 0, "content": "<x>", "rstrip": True, "special": True}]},
+    ],
+    ids=["drops space", "drops what splits", "a token that swallows space"],
+)
+def test_where_tokens_may_stand_for_any_length_nothing_is_refused_early(
+    byte_level_json: str, change: dict[str, Any]
+) -> None:
+    data = json.loads(byte_level_json)
+    defaults = {"single_word": False, "lstrip": False, "normalized": False}
+    change = {
+        key: [defaults | token for token in value] if key == "added_tokens" else value for key, value in change.items()
+    }
+    Tokenizer(json.dumps(data | change)).refuse_longer_than(" " * 100_000, 1)
+
+
+def test_a_normalizer_that_shortens_is_taken_into_account(byte_level_json: str) -> None:
+    shortening = {"type": "Replace", "pattern": {"String": "xxxxxxxx"}, "content": ""}
+    tokenizer = Tokenizer(json.dumps(json.loads(byte_level_json) | {"normalizer": shortening}))
+    tokenizer.refuse_longer_than("x" * 80_000, 1)
+    with pytest.raises(PromptTooLong):
+        tokenizer.refuse_longer_than("y" * 80_000, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,25 @@ async def test_after_a_lost_connection_a_program_goes_on_as_the_docs_say(tiny_mo
             whole = info.tokens[kept + len(prompt) :] + reply.tokens
             n_both = min(len(whole), len(stream.tokens))
             assert whole[:n_both] == stream.tokens[:n_both], "it goes on with what it would have said"
+
+
+def test_a_daemon_that_is_stopped_is_given_up_in_time_and_answers_when_it_goes_on(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    with DaemonProcess(tiny_model_path, tmp_path) as daemon:
+        patient = colibri.connect(daemon.socket)
+        impatient = colibri.connect(daemon.socket, reply_timeout_s=0.3)
+        daemon.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(colibri.DeadlineExceeded):
+                impatient.health()
+            with pytest.raises(colibri.ColibriError, match=r"did not|not greet|answer"):
+                colibri.connect(daemon.socket, timeout_s=0.3)
+        finally:
+            daemon.signal(signal.SIGCONT)
+        assert patient.health()["status"] == "ok"
+        with colibri.connect(daemon.socket) as new:
+            assert new.session("s").chat("hi", max_tokens=2).durable
+        patient.close()
+        impatient.close()
+        assert daemon.stop() == 0

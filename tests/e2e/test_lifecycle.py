@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,33 @@ def test_an_option_that_cannot_be_is_refused_in_words(
 ) -> None:
     with pytest.raises(RuntimeError, match=words) as caught:
         DaemonProcess(tiny_model_path, tmp_path, *options).start()
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this user cannot write to."""
+    folder = tmp_path / "read only"
+    folder.mkdir(mode=0o500)
+    if os.geteuid() != 0:
+        yield folder
+        return
+    command = ["mount", "-t", "tmpfs", "-o", "ro", "colibri-test", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("root writes anywhere, and may mount nothing here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("option", ["--data-dir", "--socket"])
+def test_a_folder_that_cannot_be_written_is_said_in_one_sentence(
+    tiny_model_path: Path, tmp_path: Path, read_only: Path, option: str
+) -> None:
+    path = read_only if option == "--data-dir" else read_only / "c.sock"
+    with pytest.raises(RuntimeError, match=r"Read-only file system|Permission denied") as caught:
+        DaemonProcess(tiny_model_path, tmp_path, option, str(path)).start()
+    assert str(path) in str(caught.value)
+    assert "exit code 1" in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 

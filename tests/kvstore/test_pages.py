@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,3 +203,32 @@ def test_a_failed_write_leaves_nothing(store: PageStore, monkeypatch: pytest.Mon
     store.write([page(1), page(2)])
     assert store.problem() is None
     assert len(store.children(ROOT)) == 2
+
+
+def test_a_read_while_pages_are_written_sees_whole_batches_and_whole_pages(store: PageStore) -> None:
+    """S5: LMCache#4385, openvino.genai#3722."""
+    n_batches, n_pages = 60, 4
+    started, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        started.wait(60)
+        for batch in range(n_batches):
+            parent = batch.to_bytes(16, "big")
+            store.write([page(batch * n_pages + i, parent=parent) for i in range(n_pages)])
+        done.set()
+
+    with ThreadPoolExecutor(1) as executor:
+        writing = executor.submit(write)
+        seen = set()
+        started.set()
+        while not done.is_set() or len(seen) < n_batches:
+            for batch in range(n_batches):
+                metas = store.children(batch.to_bytes(16, "big"))
+                assert len(metas) in (0, n_pages)
+                for meta in metas:
+                    number = int.from_bytes(meta.id[:15], "big")
+                    assert store.read(meta) == page(number).payload
+                if metas:
+                    seen.add(batch)
+            assert not writing.done() or writing.result() is None
+    assert store.stats()["corrupt"] == 0
