@@ -135,7 +135,7 @@ def _join_size(separator: Any, items: Any) -> int:
 
 
 def _replace_size(text: Any, old: Any, new: Any) -> int:
-    return len(text) + text.count(old) * len(new)
+    return len(text) + int(text.count(old)) * len(new)
 
 
 def _method_size(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -254,7 +254,7 @@ class _Rewriter(jinja2.visitor.NodeTransformer):
         return self._filtered(node.node, "sliced", given)
 
     def _filtered(
-        self, node: jinja2.nodes.Expr, name: str, args: Sequence[jinja2.nodes.Expr] = ()
+        self, node: jinja2.nodes.Node, name: str, args: Sequence[jinja2.nodes.Expr] = ()
     ) -> jinja2.nodes.Filter:
         return jinja2.nodes.Filter(
             node, name, list(args), [], None, None, lineno=node.lineno, environment=self._environment
@@ -292,7 +292,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         tree: jinja2.nodes.Template = _Rewriter(self).visit(super()._parse(source, name, filename))
         return tree
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, parts: Iterable[str]) -> str:
         """What a macro or a block gives, from its pieces."""
         pieces = list(parts)
         _make(sum(map(len, pieces)), "a block or macro")

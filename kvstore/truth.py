@@ -98,7 +98,7 @@ def _shared(method: Callable[Concatenate[TruthStore, P], T]) -> Callable[Concate
     """A method that reads."""
 
     @functools.wraps(method)
-    def inside(self: TruthStore, *args: P.args, **kwargs: P.kwargs) -> T:
+    def inside(self: TruthStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._gate.shared():
             return method(self, *args, **kwargs)
 
@@ -145,7 +145,7 @@ class TruthStore:
             return Database(self._path, skipping_all_damage(_options()))
 
     def _has_many_files(self) -> bool:
-        return sum(file["level"] == 0 for file in self._db.files()) > _MAX_FILES
+        return len([file for file in self._db.files() if file["level"] == 0]) > _MAX_FILES
 
     def _compact(self) -> None:
         try:
