@@ -17,22 +17,35 @@ extern const struct colibri_kernels colibri_kernels_avx512vnni;
 
 #define INLINE KERNELS_INLINE
 #define BLOCK COLIBRI_ROW_BLOCK
-/* A chunk of weights and a row block's activations over it take a third of a first-level cache each. */
-#define CHUNK_GROUPS 32
+/* A chunk of weights and a row block's activations over it share a first-level cache with whoever runs on the core's other thread. A single
+ * block reuses nothing: shorter chunks then let memory and arithmetic overlap. */
+#define CHUNK_GROUPS 16
+#define CHUNK_GROUPS_OF_ONE_BLOCK 8
 /* Activations that stay in a second-level cache while all weights pass by. */
 #define ACTS_CACHE_BYTES ((size_t)1 << 20)
 
-/* The operand of ldtilecfg. Tiles 0, 1: sums; 2, 3: activations; 4, 5: weights. Two of each: one is filled while the other is read. */
+/* The operand of ldtilecfg. The processor renames tile registers, so that one of each kind does. */
 struct tile_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
-static const struct tile_config config = {
-    .palette = 1,
-    .row_bytes = {64, 64, COLIBRI_GROUP, COLIBRI_GROUP, 64, 64},
-    .rows = {BLOCK, BLOCK, BLOCK, BLOCK, COLIBRI_GROUP / 4, COLIBRI_GROUP / 4},
-};
+/* Numbers of registers; for a whole block of rows and for a part of one. Not an enum: gcc 12 pastes them into the assembler's text. */
+#define WEIGHTS 0
+#define WHOLE_ACTS 1
+#define WHOLE_SUMS 2
+#define PART_ACTS 3
+#define PART_SUMS 4
+
+static void configure(size_t n_part)
+{
+    const struct tile_config config = {
+        .palette = 1,
+        .row_bytes = {[WEIGHTS] = 64, [WHOLE_ACTS] = COLIBRI_GROUP, [WHOLE_SUMS] = 64, [PART_ACTS] = COLIBRI_GROUP, [PART_SUMS] = 64},
+        .rows = {[WEIGHTS] = COLIBRI_GROUP / 4, [WHOLE_ACTS] = BLOCK, [WHOLE_SUMS] = BLOCK, [PART_ACTS] = (uint8_t)n_part, [PART_SUMS] = (uint8_t)n_part},
+    };
+    _tile_loadconfig(&config);
+}
 
 /* Some groups of one tile of weights, ready. */
 struct chunk {
@@ -54,77 +67,95 @@ static void load_chunk(const uint8_t *q, const uint8_t *scales, size_t n, struct
     to->after = q + n * Q8_GROUP_BYTES;
 }
 
-/* The integer sums of a group for all rows of the block. Numbers of registers are literals: gcc 12 pastes them into the assembler's text. */
-#define SUM_GROUP(sum, x, w, acts, weights, sums) \
-    do {                                          \
-        _tile_loadd(x, acts, COLIBRI_GROUP);      \
-        _tile_loadd(w, weights, 64);              \
-        _tile_zero(sum);                          \
-        _tile_dpbssd(sum, x, w);                  \
-        _tile_stored(sum, sums, 64);              \
+/* The integer sums of a group for all rows of the block. */
+#define SUM_GROUP(acts_tile, sums_tile, acts, weights, sums)   \
+    do {                                                       \
+        _tile_loadd(acts_tile, acts, COLIBRI_GROUP);           \
+        _tile_loadd(WEIGHTS, weights, 64);                     \
+        _tile_zero(sums_tile);                                 \
+        _tile_dpbssd(sums_tile, acts_tile, WEIGHTS);           \
+        _tile_stored(sums_tile, sums, 64);                     \
     } while (0)
 
-INLINE void add_group(int32_t (*sums)[COLIBRI_TILE_ROWS], const float *w_scales, const uint8_t *acts, vf *acc)
+/* n (constant) rows. */
+INLINE void sum_group(const uint8_t *acts, const int8_t *weights, int n, int32_t (*sums)[COLIBRI_TILE_ROWS])
+{
+    if (n == BLOCK) SUM_GROUP(WHOLE_ACTS, WHOLE_SUMS, acts, weights, sums);
+    else SUM_GROUP(PART_ACTS, PART_SUMS, acts, weights, sums);
+}
+
+INLINE void add_group(int32_t (*sums)[COLIBRI_TILE_ROWS], const float *w_scales, const uint8_t *acts, int n, vf *acc)
 {
     const vf w_scale = vf_load(w_scales);
-    _Pragma("GCC unroll 16") for (int r = 0; r < BLOCK; r++) {
+    _Pragma("GCC unroll 16") for (int r = 0; r < n; r++) {
         float scale;
-        memcpy(&scale, acts + BLOCK * COLIBRI_GROUP + 4 * r, 4);
+        memcpy(&scale, acts + n * COLIBRI_GROUP + 4 * r, 4);
         acc[r] = vf_fma(vf_of_int(vi_load(sums[r])), vf_mul(w_scale, vf_set1(scale)), acc[r]);
     }
 }
 
 INLINE void prefetch_behind(const struct chunk *chunk, size_t g)
 {
-    _Pragma("GCC unroll 16") for (size_t i = 0; i < 2 * Q8_GROUP_BYTES; i += 64)
+    _Pragma("GCC unroll 8") for (size_t i = 0; i < Q8_GROUP_BYTES; i += 64)
         __builtin_prefetch((const void *)((uintptr_t)chunk->after + g * Q8_GROUP_BYTES + i), 0, 2);
 }
 
-/* y[16][16] += one row block × a chunk; `first`: y holds nothing yet. The next group's sums are under way while a group is added. */
-INLINE void add_chunk(const struct chunk *chunk, const uint8_t *acts, bool first, bool prefetch, float *y, size_t ldy)
+/* One block of n (constant) rows by a chunk, into y; `first`: y holds nothing yet. The next group's sums are under way while a group is added. */
+INLINE void add_chunk(const struct chunk *chunk, const uint8_t *acts, int n, bool first, bool prefetch, float *y, size_t ldy)
 {
-    enum { ACTS_BYTES = BLOCK * Q8_ACTS_BYTES };
+    const size_t acts_bytes = (size_t)n * Q8_ACTS_BYTES;
     _Alignas(64) int32_t sums[2][BLOCK][COLIBRI_TILE_ROWS];
     vf acc[BLOCK];
-    _Pragma("GCC unroll 16") for (int r = 0; r < BLOCK; r++) acc[r] = first ? vf_set1(0) : vf_load(y + (size_t)r * ldy);
-    SUM_GROUP(0, 2, 4, acts, chunk->q[0], sums[0]);
-    for (size_t g = 0; g < chunk->n_groups; g += 2, acts += 2 * ACTS_BYTES) {
-        const bool odd = g + 1 == chunk->n_groups, last = g + 2 >= chunk->n_groups;
-        if (!odd) SUM_GROUP(1, 3, 5, acts + ACTS_BYTES, chunk->q[g + 1], sums[1]);
+    _Pragma("GCC unroll 16") for (int r = 0; r < n; r++) acc[r] = first ? vf_set1(0) : vf_load(y + (size_t)r * ldy);
+    sum_group(acts, chunk->q[0], n, sums[0]);
+    for (size_t g = 0; g < chunk->n_groups; g++, acts += acts_bytes) {
+        if (g + 1 < chunk->n_groups) sum_group(acts + acts_bytes, chunk->q[g + 1], n, sums[(g + 1) % 2]);
         if (prefetch) prefetch_behind(chunk, g);
-        add_group(sums[0], chunk->scales[g], acts, acc);
-        if (odd) break;
-        if (!last) SUM_GROUP(0, 2, 4, acts + 2 * ACTS_BYTES, chunk->q[g + 2], sums[0]);
-        add_group(sums[1], chunk->scales[g + 1], acts + ACTS_BYTES, acc);
+        add_group(sums[g % 2], chunk->scales[g], acts, n, acc);
     }
-    _Pragma("GCC unroll 16") for (int r = 0; r < BLOCK; r++) vf_store(y + (size_t)r * ldy, acc[r]);
+    _Pragma("GCC unroll 16") for (int r = 0; r < n; r++) vf_store(y + (size_t)r * ldy, acc[r]);
 }
 
-/* Whole row blocks by one tile. */
-static void multiply_tile(const uint8_t *weights, size_t k, const uint8_t *acts, size_t n_blocks, float *y, size_t ldy)
+static void add_part(const struct chunk *chunk, const uint8_t *acts, size_t n, bool first, float *y, size_t ldy)
 {
-    const size_t groups = n_groups(k), block_bytes = BLOCK * groups * Q8_ACTS_BYTES;
-    const uint8_t *scales = weights + groups * Q8_GROUP_BYTES;
+    switch (n) {
+#define ROWS(n) case n: add_chunk(chunk, acts, n, first, false, y, ldy); break
+        ROWS(1); ROWS(2); ROWS(3); ROWS(4); ROWS(5); ROWS(6); ROWS(7); ROWS(8);
+        ROWS(9); ROWS(10); ROWS(11); ROWS(12); ROWS(13); ROWS(14); ROWS(15);
+#undef ROWS
+    }
+}
+
+/* Rows, at least one block of them, by one tile. */
+static void multiply_tile(const uint8_t *weights, size_t k, const uint8_t *acts, size_t n_rows, float *y, size_t ldy)
+{
+    const size_t groups = n_groups(k), n_whole = n_rows / BLOCK, n_part = n_rows % BLOCK;
+    const uint8_t *scales = weights + groups * Q8_GROUP_BYTES, *part = acts + n_whole * BLOCK * groups * Q8_ACTS_BYTES;
+    const size_t step = n_rows == BLOCK ? CHUNK_GROUPS_OF_ONE_BLOCK : CHUNK_GROUPS;
     struct chunk chunk;
-    for (size_t g = 0; g < groups; g += CHUNK_GROUPS) {
-        load_chunk(weights + g * Q8_GROUP_BYTES, scales + g * Q8_SCALES_BYTES, smaller(groups - g, CHUNK_GROUPS), &chunk);
-        for (size_t block = 0; block < n_blocks; block++)
-            add_chunk(&chunk, acts + block * block_bytes + g * BLOCK * Q8_ACTS_BYTES, g == 0, block == 0, y + block * BLOCK * ldy, ldy);
+    for (size_t g = 0; g < groups; g += step) {
+        load_chunk(weights + g * Q8_GROUP_BYTES, scales + g * Q8_SCALES_BYTES, smaller(groups - g, step), &chunk);
+        for (size_t block = 0; block < n_whole; block++)
+            add_chunk(&chunk, acts + (block * groups + g) * BLOCK * Q8_ACTS_BYTES, BLOCK, g == 0, block == 0, y + block * BLOCK * ldy, ldy);
+        add_part(&chunk, part + g * n_part * Q8_ACTS_BYTES, n_part, g == 0, y + n_whole * BLOCK * ldy, ldy);
     }
 }
 
 void colibri_matmul_amx(uint32_t format, const void *weights, size_t tile_begin, size_t tile_end, size_t k, const void *acts, size_t n_rows, float *y,
                         size_t ldy)
 {
+    if (format != COLIBRI_FMT_Q8 || n_rows < BLOCK) {
+        colibri_kernels_avx512vnni.matmul(format, weights, tile_begin, tile_end, k, acts, n_rows, y, ldy);
+        return;
+    }
     const size_t row_bytes = acts_row_bytes(format, k), tile_bytes = colibri_tile_bytes(format, k);
-    const size_t n_whole = format == COLIBRI_FMT_Q8 ? n_rows / BLOCK : 0, rest = n_rows - n_whole * BLOCK;
-    const size_t fitting = ACTS_CACHE_BYTES / (BLOCK * row_bytes + 1), set = fitting ? fitting : 1;
-    const uint8_t *rest_acts = (const uint8_t *)acts + n_whole * BLOCK * row_bytes;
-    if (n_whole) _tile_loadconfig(&config);
-    for (size_t block = 0; block < n_whole; block += set)
+    const size_t fitting = ACTS_CACHE_BYTES / (BLOCK * row_bytes + 1), set = BLOCK * (fitting ? fitting : 1);
+    configure(n_rows % BLOCK ? n_rows % BLOCK : BLOCK);
+    for (size_t row = 0, n; row < n_rows; row += n) {
+        n = n_rows - row < 2 * set ? n_rows - row : set; /* a part does not go alone */
         for (size_t tile = tile_begin; tile < tile_end; tile++)
-            multiply_tile((const uint8_t *)weights + tile * tile_bytes, k, (const uint8_t *)acts + block * BLOCK * row_bytes,
-                          smaller(set, n_whole - block), y + block * BLOCK * ldy + tile * COLIBRI_TILE_ROWS, ldy);
-    if (n_whole) _tile_release();
-    if (rest) colibri_kernels_avx512vnni.matmul(format, weights, tile_begin, tile_end, k, rest_acts, rest, y + n_whole * BLOCK * ldy, ldy);
+            multiply_tile((const uint8_t *)weights + tile * tile_bytes, k, (const uint8_t *)acts + row * row_bytes, n,
+                          y + row * ldy + tile * COLIBRI_TILE_ROWS, ldy);
+    }
+    _tile_release();
 }

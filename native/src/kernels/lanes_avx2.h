@@ -96,6 +96,21 @@ LANES_INLINE float vf_tree_max(vf a)
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+LANES_INLINE uint32_t vi_sum(vi a)
+{
+    __m256i b = _mm256_add_epi32(a.low, a.high);
+    __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    c = _mm_add_epi32(c, _mm_shuffle_epi32(c, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xb1)));
+}
+LANES_INLINE uint32_t vi_largest(vi a)
+{
+    __m256i b = _mm256_max_epu32(a.low, a.high);
+    __m128i c = _mm_max_epu32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    c = _mm_max_epu32(c, _mm_shuffle_epi32(c, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(c, _mm_shuffle_epi32(c, 0xb1)));
+}
+
 /* A group would take all 16 registers: it stays in the first-level cache, and several rows share each load. */
 typedef struct { const uint8_t *bytes; } q8_group;
 LANES_INLINE q8_group q8_load(const uint8_t *bytes) { return (q8_group){bytes}; }

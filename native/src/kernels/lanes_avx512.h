@@ -76,6 +76,9 @@ LANES_INLINE float vf_tree_max(vf a)
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+LANES_INLINE uint32_t vi_sum(vi a) { return (uint32_t)_mm512_reduce_add_epi32(a); }
+LANES_INLINE uint32_t vi_largest(vi a) { return _mm512_reduce_max_epu32(a); }
+
 /* The group stays in registers over all rows of a block. */
 typedef struct { __m512i quads[8]; } q8_group;
 LANES_INLINE q8_group q8_load(const uint8_t *bytes)

@@ -122,6 +122,9 @@ LANES_INLINE vf vf_load_f16(const void *p) { uint16_t h[16]; memcpy(h, p, 32); v
 LANES_INLINE void vf_store_f16(void *p, vf a) { uint16_t h[16]; EACH_LANE h[i] = lane_to_f16(a.x[i]); memcpy(p, h, 32); }
 
 /* The tree of docs/numerics.md. */
+LANES_INLINE uint32_t vi_sum(vi a) { uint32_t sum = 0; EACH_LANE sum += a.x[i]; return sum; }
+LANES_INLINE uint32_t vi_largest(vi a) { uint32_t largest = 0; EACH_LANE largest = a.x[i] > largest ? a.x[i] : largest; return largest; }
+
 LANES_INLINE float vf_tree_sum(vf a)
 {
     for (int half = 8; half > 0; half /= 2)
