@@ -2,6 +2,7 @@
  * A batch: what is refused and leaves no trace, rows that are not finite, the floating-point control word, scores.
  */
 #include <math.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -276,6 +277,27 @@ static void test_a_caller_s_flush_to_zero_changes_nothing_and_is_restored(void) 
 #endif
 }
 
+/* The thread sanitizer takes the mapping of a zero page in place of a lost one for a write that races with the reads of other threads. */
+#ifdef __SANITIZE_THREAD__
+enum { THREADS_THAT_LOSE_PAGES = 1 };
+#else
+enum { THREADS_THAT_LOSE_PAGES = 2 };
+#endif
+
+static void test_a_file_cut_while_it_is_served_is_an_error_and_no_signal(void) {
+    struct tiny_model file;
+    colibri_model_t *model = tiny_open(&file, COLIBRI_FMT_Q8, 0, 5);
+    colibri_context_t *ctx = open_context(model, (colibri_context_options_t){.n_pages = 1, .prefill_threads = THREADS_THAT_LOSE_PAGES});
+    batch_clear(&batch);
+    batch_add(&batch, tokens, 0, 8, 0);
+    CHECK(truncate(file.path, 1) == 0);
+    CHECK_CODE(batch_run(ctx, &batch), COLIBRI_E_IO);
+    CHECK(strstr(colibri_last_error(ctx), file.path) != NULL);
+    colibri_context_close(ctx);
+    colibri_model_close(model);
+    tiny_discard(&file);
+}
+
 int main(void) {
     uint64_t random = 4;
     for (size_t i = 0; i < 200; i++) {
@@ -290,5 +312,6 @@ int main(void) {
     test_equal_router_logits_choose_the_lower_experts();
     test_scores_are_the_log_probabilities_of_the_targets();
     test_a_caller_s_flush_to_zero_changes_nothing_and_is_restored();
+    test_a_file_cut_while_it_is_served_is_an_error_and_no_signal();
     return 0;
 }
