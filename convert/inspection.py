@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from colibri.native import checksum
+from colibri.native import Context, Model, NativeError, checksum
 
 from .architecture import GATES, Architecture, tensor_specs
 from .errors import ConfigError, ModelFileError
@@ -100,7 +100,8 @@ class LayerPlan:
 @dataclass(frozen=True)
 class Inspection:
     """A file and its shards in figures. `resident_bytes`: how much is in memory now (None where the system does not
-    tell).
+    tell). `buffer_bytes`, `kv_page_bytes`: what the engine takes beside it with its defaults, without KV and for each
+    page of KV.
     """
 
     path: str
@@ -120,6 +121,8 @@ class Inspection:
     converter: dict[str, Any]
     quantization: dict[str, Any]
     resident_bytes: int | None
+    buffer_bytes: int
+    kv_page_bytes: int
     verified: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -399,6 +402,7 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
         document = file.json()
         if verify:
             file.verify()
+        buffer_bytes, kv_page_bytes = _memory(Path(path))
         return Inspection(
             path=str(path),
             version=file["version"],
@@ -417,8 +421,23 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
             converter=document.get("converter") or {},
             quantization=document.get("quantization") or {},
             resident_bytes=file.resident_bytes(),
+            buffer_bytes=buffer_bytes,
+            kv_page_bytes=kv_page_bytes,
             verified=verify,
         )
+
+
+def _memory(path: Path) -> tuple[int, int]:
+    """Bytes that the engine lays out beside the file, with its defaults: its buffers, and one KV page."""
+    try:
+        with Model(path) as model:
+            context = Context(model, n_pages=1)
+            try:
+                return context.memory_bytes - context.page_bytes, context.page_bytes
+            finally:
+                context.close()
+    except NativeError as error:
+        raise ModelFileError(str(error), where=str(path)) from None
 
 
 def _architecture(file: ModelFile) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from colibri.convert import ModelFileError, inspect
 from colibri.convert.format import HEADER, HEADER_BYTES, TENSOR_ENTRY, header_checksum
-from colibri.native import Model, NativeError
+from colibri.native import Context, Model, NativeError
 
 
 @pytest.fixture
@@ -52,6 +52,14 @@ def test_resident_bytes_are_those_of_a_file_that_was_just_read(copy: Path) -> No
     copy.read_bytes()
     resident = inspect(copy).resident_bytes
     assert resident is None or 0 < resident <= copy.stat().st_size + 65536
+
+
+def test_inspect_tells_what_the_engine_takes_beside_the_file(tiny_model_path: Path) -> None:
+    inspection = inspect(tiny_model_path)
+    with Model(tiny_model_path) as model:
+        context = Context(model, n_pages=5)
+        assert inspection.buffer_bytes + 5 * inspection.kv_page_bytes == context.memory_bytes
+        context.close()
 
 
 def test_inspection_is_plain_data(tiny_model_path: Path) -> None:
