@@ -68,19 +68,18 @@ class Architecture:
     def layer_shapes(self, layer: int) -> dict[Role, tuple[int, int]]:
         """[rows, cols] of the tensors of one layer, experts apart."""
         q_width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        shapes = {
-            Role.ATTN_NORM: (1, self.hidden),
-            Role.Q: (q_width, self.hidden),
-            Role.K: (kv_width, self.hidden),
-            Role.V: (kv_width, self.hidden),
-            Role.O: (self.hidden, q_width),
-        }
+        fused = ArchFlag.QKV_FUSED in self.flags
+        separate = {Role.Q: (q_width, self.hidden), Role.K: (kv_width, self.hidden), Role.V: (kv_width, self.hidden)}
+        shapes = {Role.ATTN_NORM: (1, self.hidden)}
+        shapes |= {Role.QKV: (q_width + 2 * kv_width, self.hidden)} if fused else separate
+        shapes[Role.O] = (self.hidden, q_width)
         if ArchFlag.QK_NORM_HEAD in self.flags:
             shapes |= {Role.Q_NORM: (1, self.head_dim), Role.K_NORM: (1, self.head_dim)}
         if ArchFlag.QK_NORM_WHOLE in self.flags:
             shapes |= {Role.Q_NORM: (1, q_width), Role.K_NORM: (1, kv_width)}
         if ArchFlag.QKV_BIAS in self.flags:
-            shapes |= {Role.Q_BIAS: (1, q_width), Role.K_BIAS: (1, kv_width), Role.V_BIAS: (1, kv_width)}
+            biases = {Role.Q_BIAS: (1, q_width), Role.K_BIAS: (1, kv_width), Role.V_BIAS: (1, kv_width)}
+            shapes |= {Role.QKV_BIAS: (1, q_width + 2 * kv_width)} if fused else biases
         if ArchFlag.O_BIAS in self.flags:
             shapes[Role.O_BIAS] = (1, self.hidden)
         shapes[Role.FFN_NORM] = (1, self.hidden)
@@ -113,7 +112,7 @@ class Architecture:
 
 _MATRICES = frozenset(
     {
-        *(Role.EMBEDDING, Role.HEAD, Role.Q, Role.K, Role.V, Role.O),
+        *(Role.EMBEDDING, Role.HEAD, Role.Q, Role.K, Role.V, Role.QKV, Role.O),
         *(Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN),
         *(Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN),
     }

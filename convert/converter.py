@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from .format import (
     TENSOR_ENTRY,
     TILE_ROWS,
     VERSION,
+    ArchFlag,
     Bytes,
     Format,
     TensorSpec,
@@ -106,6 +107,7 @@ def convert(
     *,
     quantize: str = "q8",
     expert_shards: int = 1,
+    flash_attn_compatible: bool = False,
     progress: Callable[[Progress], None] | None = None,
     open_weights: Callable[[Path], WeightSource] = Checkpoint,
 ) -> Report:
@@ -113,6 +115,7 @@ def convert(
 
     With expert_shards = N > 1 the experts go to N files beside it. `open_weights` opens the folder's weights; with
     another one than Checkpoint they need not be in files. They are read on several threads.
+    `flash_attn_compatible`: q, k and v become one matrix, and their biases one vector.
 
     Raises ConvertError; then `out` is as it was before. Memory: for each core one encoded tensor or expert, and a band
     of its source.
@@ -123,6 +126,8 @@ def convert(
     config = Config(read_json(folder / "config.json"))
     family = find(config)
     architecture = family.architecture(config)
+    if flash_attn_compatible:
+        architecture = replace(architecture, flags=architecture.flags | ArchFlag.QKV_FUSED)
     config.refuse_unread()
     _check_shards(expert_shards, architecture)
     assets = read_text_assets(folder, architecture.vocabulary)
@@ -242,13 +247,13 @@ class _Conversion:
         table = np.zeros(len(self.plan.tensors), TENSOR_ENTRY)
         encoded = _in_order(self._encode_tensor, self.plan.tensors)
         places = zip(table, self.plan.tensors, self.layout.tensors, strict=True)
-        for (entry, (spec, part), offset), (data, errors) in zip(places, encoded, strict=True):
+        for (entry, (spec, parts), offset), (data, errors) in zip(places, encoded, strict=True):
             file.write_at(offset, data)
             self._count(errors)
             entry["role"], entry["layer"], entry["format"] = spec.role, spec.layer, spec.format
             entry["rows"], entry["cols"] = spec.rows, spec.cols
             entry["offset"], entry["bytes"], entry["checksum"] = offset, len(data), checksum(data)
-            self._tell(part.name if part else "inverse frequencies", len(data))
+            self._tell(parts[0].name if parts else "inverse frequencies", len(data))
         return table
 
     def _write_experts(self, file: AtomicFile, shards: ShardWriter) -> bytes:
@@ -264,34 +269,44 @@ class _Conversion:
             self._tell(parts[2].name, self.layout.expert_stride)
         return checksums.tobytes()
 
-    def _encode_tensor(self, tensor: tuple[TensorSpec, Part | None]) -> tuple[Bytes, Errors]:
-        (spec, part), errors = tensor, Errors()
-        return self._encode(spec.format, part, errors.setdefault(spec.role.name.lower(), QuantizationError())), errors
+    def _encode_tensor(self, tensor: tuple[TensorSpec, tuple[Part, ...]]) -> tuple[Bytes, Errors]:
+        (spec, parts), error = tensor, QuantizationError()
+        if parts:
+            data = self._encode(spec.format, spec.rows, spec.cols, parts, error)
+        else:
+            data = encode(self.plan.architecture.rope.inv_freq[None, :], Format.VECTOR, error)
+        return data, {spec.role.name.lower(): error}
 
     def _encode_expert(self, parts: tuple[Part, Part, Part]) -> tuple[Bytes, Errors]:
         errors = {kind: QuantizationError() for kind in ("expert_gate", "expert_up", "expert_down")}
-        pairs = zip(parts, errors.values(), strict=True)
-        return np.concatenate([self._encode(self.plan.expert_format, part, error) for part, error in pairs]), errors
+        fmt, pairs = self.plan.expert_format, zip(parts, errors.values(), strict=True)
+        return np.concatenate(
+            [self._encode(fmt, part.rows, part.cols, (part,), error) for part, error in pairs]
+        ), errors
 
     def _count(self, errors: Errors) -> None:
         """In the order of the file, so that the sums do not depend on the threads."""
         for kind, error in errors.items():
             self.errors.setdefault(kind, QuantizationError()).merge(error)
 
-    def _encode(self, fmt: Format, part: Part | None, error: QuantizationError) -> Bytes:
+    def _encode(self, fmt: Format, rows: int, cols: int, parts: tuple[Part, ...], error: QuantizationError) -> Bytes:
         """The bytes of one tensor, made a band of rows at a time."""
-        if part is None:
-            return encode(self.plan.architecture.rope.inv_freq[None, :], Format.VECTOR, error)
-        out = np.empty(matrix_bytes(fmt, part.rows, part.cols), np.uint8)
+        out = np.empty(matrix_bytes(fmt, rows, cols), np.uint8)
         position = 0
-        for band in self._bands(part):
+        for band in self._bands(parts[0]) if len(parts) == 1 else self._joined(parts):
             try:
                 data = encode(band, fmt, error)
             except OverflowError as overflow:
-                raise TensorError(str(overflow), where=part.name, hint="choose bf16, f32 or q8") from None
+                names = ", ".join(part.name for part in parts)
+                raise TensorError(str(overflow), where=names, hint="choose bf16, f32 or q8") from None
             out[position : position + len(data)] = data
             position += len(data)
         return out
+
+    def _joined(self, parts: tuple[Part, ...]) -> Iterator[Floats]:
+        """Parts that are fused, as one band: a tile may begin in one and end in the next."""
+        bands = [band for part in parts for band in self._bands(part)]
+        yield np.concatenate(bands, axis=1 if parts[0].vector else 0)
 
     def _bands(self, part: Part) -> Iterator[Floats]:
         """The matrix [rows, cols] of a part, in bands of whole tiles."""

@@ -61,6 +61,8 @@ class Role(IntEnum):
     K_BIAS = 24
     V_BIAS = 25
     O_BIAS = 26
+    QKV = 27
+    QKV_BIAS = 28
 
     FFN_NORM = 32
     ROUTER = 33
@@ -88,6 +90,7 @@ class ArchFlag(IntFlag):
     ROUTER_SIGMOID = 1 << 8
     ROUTER_BIAS = 1 << 9
     QKV_CLIP = 1 << 10
+    QKV_FUSED = 1 << 11
 
 
 TENSOR_ENTRY = np.dtype(

@@ -49,8 +49,8 @@ from .shards import ShardFile
 
 _SHARED_ROLES = frozenset({Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN})
 _DENSE_ROLES = (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN)
-_ATTENTION_MATRICES = (Role.Q, Role.K, Role.V, Role.O)
-_ATTENTION_ROLES = (*_ATTENTION_MATRICES, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.O_BIAS)
+_ATTENTION_MATRICES = (Role.Q, Role.K, Role.V, Role.QKV, Role.O)
+_ATTENTION_ROLES = (*_ATTENTION_MATRICES, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.QKV_BIAS, Role.O_BIAS)
 _POSITIVE_FIELDS = (
     "n_layers",
     "hidden",
@@ -73,6 +73,7 @@ _READABLE_FLAGS = (
     | ArchFlag.QK_NORM_WHOLE
     | ArchFlag.QKV_BIAS
     | ArchFlag.QKV_CLIP
+    | ArchFlag.QKV_FUSED
     | ArchFlag.O_BIAS
     | ArchFlag.NORM_TOPK
     | ArchFlag.SHARED_EXPERT

@@ -37,13 +37,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """`tensors` in the order of the table; a None is the computed inverse frequencies. `experts`: for each MoE layer
+    """`tensors` in the order of the table, with the parts whose rows one after the other they are made of; none for the
+    computed inverse frequencies. `experts`: for each MoE layer
     and expert gate, up and down, in the order of the blocks.
     """
 
     family: Family
     architecture: Architecture
-    tensors: list[tuple[TensorSpec, Part | None]]
+    tensors: list[tuple[TensorSpec, tuple[Part, ...]]]
     experts: list[tuple[Part, Part, Part]]
     expert_format: Format
     notes: list[str]
@@ -54,7 +55,7 @@ def make_plan(checkpoint: WeightSource, family: Family, architecture: Architectu
     notes: list[str] = []
     architecture = _settle_head(checkpoint, family, architecture, notes)
     finder = _Finder(checkpoint)
-    tensors = [(spec, _find_tensor(finder, family, spec)) for spec in tensor_specs(architecture, weights)]
+    tensors = [(spec, _find_tensor(finder, family, architecture, spec)) for spec in tensor_specs(architecture, weights)]
     experts = [part for layer in architecture.moe_layers for part in _find_experts(finder, family, architecture, layer)]
     _account_for_all(finder, family, architecture, notes)
     return Plan(family, architecture, tensors, experts, weights, notes)
@@ -84,15 +85,33 @@ class _Finder:
             raise TensorError(f"has shape {list(actual)}; the configuration demands {list(shape)}", where=name)
 
 
-def _find_tensor(finder: _Finder, family: Family, spec: TensorSpec) -> Part | None:
+# What is fused of several tensors of a checkpoint.
+_FUSED = {
+    Role.QKV: (Role.Q, Role.K, Role.V),
+    Role.QKV_BIAS: (Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS),
+}
+
+
+def _find_tensor(finder: _Finder, family: Family, architecture: Architecture, spec: TensorSpec) -> tuple[Part, ...]:
     if spec.role is Role.INV_FREQ:
-        return None
+        return ()
+    if spec.role not in _FUSED:
+        return _find_one(finder, family, spec)
+    separate = replace(architecture, flags=architecture.flags & ~ArchFlag.QKV_FUSED).layer_shapes(spec.layer)
+    parts: tuple[Part, ...] = ()
+    for role in _FUSED[spec.role]:
+        parts += _find_one(finder, family, TensorSpec(role, spec.layer, spec.format, *separate[role]))
+    return parts
+
+
+def _find_one(finder: _Finder, family: Family, spec: TensorSpec) -> tuple[Part, ...]:
+    """The part, or nothing where it is missing, which is noted."""
     name = finder.pick([template.format(layer=spec.layer) for template in family.names[spec.role]])
     if name is None:
-        return None
+        return ()
     vector = spec.format is Format.VECTOR
     finder.demand_shape(name, (spec.cols,) if vector else (spec.rows, spec.cols))
-    return Part(name, spec.rows, spec.cols, vector=vector)
+    return (Part(name, spec.rows, spec.cols, vector=vector),)
 
 
 def _find_experts(

@@ -41,15 +41,27 @@ def converter(as_json: bool) -> Iterator[ModuleType]:
     metavar="N",
     help="Write the experts to N files beside OUT; 1: into it.",
 )
+@click.option(
+    "--flash-attn-compatible", is_flag=True, help="Fuse q, k and v into one matrix; the results are the same."
+)
 @offline
-def convert(source: str, out: Path, quantize: str, expert_shard: int, as_json: bool) -> None:
+def convert(
+    source: str, out: Path, quantize: str, expert_shard: int, flash_attn_compatible: bool, as_json: bool
+) -> None:
     """Make OUT, a .colibri file, of SRC: a Hugging Face folder, or a model id in the local cache.
 
     \b
     colibrictl convert ./Qwen3-30B-A3B qwen3.colibri
     """
     with converter(as_json) as library, progress_bar(as_json) as progress:
-        report = library.convert(source, out, quantize=quantize, expert_shards=expert_shard, progress=progress)
+        report = library.convert(
+            source,
+            out,
+            quantize=quantize,
+            expert_shards=expert_shard,
+            flash_attn_compatible=flash_attn_compatible,
+            progress=progress,
+        )
     print_json(report.to_dict()) if as_json else print_figures(report.to_dict())
 
 

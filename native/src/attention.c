@@ -67,8 +67,9 @@ static void finish_qkv_row(void *argument, size_t row, unsigned worker) {
     const struct layer_job *job = argument;
     struct colibri_context *ctx = job->ctx;
     const struct colibri_file_header *header = &ctx->model->header;
-    float *q = ctx->q + row * ctx->ld_q, *k = ctx->k + row * ctx->ld_kv, *v = ctx->v + row * ctx->ld_kv;
+    float *q = ctx->qkv + row * ctx->ld_qkv, *k = q + ctx->k_at, *v = q + ctx->v_at;
     size_t q_width = (size_t)header->n_heads * header->head_dim, kv_width = (size_t)header->n_kv_heads * header->head_dim;
+    add_bias(ctx, &job->layer->qkv_bias, q, q_width + 2 * kv_width);
     add_bias(ctx, &job->layer->q_bias, q, q_width);
     add_bias(ctx, &job->layer->k_bias, k, kv_width);
     add_bias(ctx, &job->layer->v_bias, v, kv_width);
@@ -95,7 +96,7 @@ static void attend_one_row(struct colibri_context *ctx, struct colibri_attention
     const struct colibri_file_header *header = &ctx->model->header;
     int32_t positions[COLIBRI_MAX_QUERIES];
     for (size_t i = 0; i < n_heads; i++) positions[i] = ctx->step.batch->positions[row];
-    a->q = head_at(ctx->q, ctx->ld_q, row, first_head, header->head_dim);
+    a->q = head_at(ctx->qkv, ctx->ld_qkv, row, first_head, header->head_dim);
     a->out = head_at(ctx->attended, (size_t)header->n_heads * header->head_dim, row, first_head, header->head_dim);
     a->q_stride = a->out_stride = header->head_dim;
     a->n_queries = n_heads;
@@ -106,9 +107,9 @@ static void attend_one_row(struct colibri_context *ctx, struct colibri_attention
 static void attend_rows(struct colibri_context *ctx, struct colibri_attention *a, const struct span *span, size_t head) {
     const struct colibri_file_header *header = &ctx->model->header;
     size_t row = (size_t)span->first_row;
-    a->q_stride = ctx->ld_q;
+    a->q_stride = ctx->ld_qkv;
     a->out_stride = (size_t)header->n_heads * header->head_dim;
-    a->q = head_at(ctx->q, a->q_stride, row, head, header->head_dim);
+    a->q = head_at(ctx->qkv, a->q_stride, row, head, header->head_dim);
     a->out = head_at(ctx->attended, a->out_stride, row, head, header->head_dim);
     a->n_queries = (size_t)span->n_rows;
     a->positions = ctx->step.batch->positions + row;
@@ -146,19 +147,26 @@ static void add_output_bias(void *argument, size_t row, unsigned worker) {
     ctx->kernels->add(ctx->y + row * ctx->ld_hidden, job->layer->o_bias.data, ctx->model->header.hidden);
 }
 
+/* q, k and v of all rows, from one matrix or from three. */
+static void project(struct colibri_context *ctx, const struct layer *layer) {
+    bool fused = layer->qkv.data;
+    struct product products[3];
+    colibri_norm_rows(ctx, &layer->attn_norm, fused ? layer->qkv.format : layer->q.format, false);
+    products[0] = colibri_product(ctx, fused ? &layer->qkv : &layer->q, ctx->acts, ctx->qkv, ctx->ld_qkv);
+    if (!fused) {
+        products[1] = colibri_product(ctx, &layer->k, ctx->acts, ctx->qkv + ctx->k_at, ctx->ld_qkv);
+        products[2] = colibri_product(ctx, &layer->v, ctx->acts, ctx->qkv + ctx->v_at, ctx->ld_qkv);
+    }
+    colibri_multiply(ctx, products, fused ? 1 : 3);
+}
+
 void colibri_attention_half(struct colibri_context *ctx, uint32_t number) {
     const struct colibri_file_header *header = &ctx->model->header;
     const struct layer *layer = &ctx->model->layers[number];
     struct layer_job job = {ctx, layer, number};
     unsigned n_threads = ctx->step.n_threads;
 
-    colibri_norm_rows(ctx, &layer->attn_norm, layer->q.format, false);
-    struct product projections[] = {
-        colibri_product(ctx, &layer->q, ctx->acts, ctx->q, ctx->ld_q),
-        colibri_product(ctx, &layer->k, ctx->acts, ctx->k, ctx->ld_kv),
-        colibri_product(ctx, &layer->v, ctx->acts, ctx->v, ctx->ld_kv),
-    };
-    colibri_multiply(ctx, projections, 3);
+    project(ctx, layer);
     colibri_pool_run(&ctx->pool, n_threads, ctx->step.n_rows, finish_qkv_row, &job);
     colibri_pool_run(&ctx->pool, n_threads, ctx->step.n_spans * header->n_kv_heads, attend_item, &job);
 

@@ -81,7 +81,7 @@ static size_t acts_bytes(const struct colibri_context *ctx) {
     size_t most = 0, head_rows = colibri_larger(ctx->max_logits, COLIBRI_SCORE_ROWS);
     for (uint32_t i = 0; i < model->header.n_layers; i++) {
         const struct layer *layer = &model->layers[i];
-        const struct tensor *matrices[] = {&layer->q, &layer->o, &layer->dense_gate, &layer->dense_down, &layer->shared_gate, &layer->shared_down};
+        const struct tensor *matrices[] = {&layer->q, &layer->qkv, &layer->o, &layer->dense_gate, &layer->dense_down, &layer->shared_gate, &layer->shared_down};
         for (size_t m = 0; m < sizeof matrices / sizeof *matrices; m++)
             if (matrices[m]->data) most = colibri_larger(most, colibri_acts_bytes(matrices[m]->format, ctx->max_rows, matrices[m]->cols));
     }
@@ -99,18 +99,25 @@ static void lay_out_pages(struct colibri_context *ctx, struct arena *arena) {
     TAKE(ctx->page_writer, ctx->n_pages);
 }
 
+/* A fused matrix gives q, k and v without gaps; separate ones whole tiles each. */
+static void lay_out_qkv(struct colibri_context *ctx) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    size_t step = header->arch_flags & COLIBRI_ARCH_QKV_FUSED ? 1 : COLIBRI_TILE_ROWS;
+    size_t kv_width = colibri_round_up((size_t)header->n_kv_heads * header->head_dim, step);
+    ctx->k_at = colibri_round_up((size_t)header->n_heads * header->head_dim, step);
+    ctx->v_at = ctx->k_at + kv_width;
+    ctx->ld_qkv = colibri_round_up(ctx->v_at + kv_width, COLIBRI_TILE_ROWS);
+}
+
 static void lay_out_rows(struct colibri_context *ctx, struct arena *arena) {
     const struct colibri_file_header *header = &ctx->model->header;
     size_t rows = ctx->max_rows, n_pairs = header->rotary_dim / 2, q_width = (size_t)header->n_heads * header->head_dim;
     ctx->ld_hidden = colibri_round_up(header->hidden, COLIBRI_TILE_ROWS);
-    ctx->ld_q = colibri_round_up(q_width, COLIBRI_TILE_ROWS);
-    ctx->ld_kv = colibri_round_up((size_t)header->n_kv_heads * header->head_dim, COLIBRI_TILE_ROWS);
+    lay_out_qkv(ctx);
     TAKE(ctx->x, rows * header->hidden);
     TAKE(ctx->normed, colibri_larger(rows, colibri_larger(ctx->max_logits, COLIBRI_SCORE_ROWS)) * header->hidden);
     TAKE(ctx->y, rows * ctx->ld_hidden);
-    TAKE(ctx->q, rows * ctx->ld_q);
-    TAKE(ctx->k, rows * ctx->ld_kv);
-    TAKE(ctx->v, rows * ctx->ld_kv);
+    TAKE(ctx->qkv, rows * ctx->ld_qkv);
     TAKE(ctx->attended, rows * q_width);
     TAKE(ctx->cosines, rows * n_pairs);
     TAKE(ctx->sines, rows * n_pairs);

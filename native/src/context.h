@@ -89,11 +89,11 @@ struct colibri_context {
 
     /* A step's activations. */
     struct step step;
-    size_t ld_hidden, ld_q, ld_kv, ld_experts, ld_expert, ld_wide, ld_vocabulary;
+    size_t ld_hidden, ld_qkv, k_at, v_at, ld_experts, ld_expert, ld_wide, ld_vocabulary;
     float *x;             /* [R][H] the residual stream */
     float *normed;        /* [R][H] */
     float *y;             /* [R][ld_hidden] what a half layer adds to x */
-    float *q, *k, *v;     /* [R][ld_q], [R][ld_kv] */
+    float *qkv;           /* [R][ld_qkv]: q, from k_at on k, from v_at on v */
     float *attended;      /* [R][n_heads × head_dim] */
     float *cosines, *sines; /* [R][rotary_dim / 2] */
     uint8_t *acts;        /* prepared activations of the matrix at hand */

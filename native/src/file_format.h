@@ -55,6 +55,8 @@ enum {
     COLIBRI_T_K_BIAS = 24,
     COLIBRI_T_V_BIAS = 25,
     COLIBRI_T_O_BIAS = 26,
+    COLIBRI_T_QKV = 27,       /* with flag QKV_FUSED, instead of q, k and v: their rows one after the other */
+    COLIBRI_T_QKV_BIAS = 28,  /* likewise, [1, n] VECTOR */
 
     COLIBRI_T_FFN_NORM = 32,  /* [1, hidden] VECTOR */
     COLIBRI_T_ROUTER = 33,    /* [n_experts, hidden], always F32 tiles */
@@ -80,7 +82,8 @@ enum {
     COLIBRI_ARCH_SHARED_GATED = 1u << 7,
     COLIBRI_ARCH_ROUTER_SIGMOID = 1u << 8,
     COLIBRI_ARCH_ROUTER_BIAS = 1u << 9,
-    COLIBRI_ARCH_QKV_CLIP = 1u << 10
+    COLIBRI_ARCH_QKV_CLIP = 1u << 10,
+    COLIBRI_ARCH_QKV_FUSED = 1u << 11
 };
 
 struct colibri_file_tensor {

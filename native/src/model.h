@@ -25,6 +25,7 @@ struct tensor {
 /* Tensors of one layer; the shapes stand in file_format.h. */
 struct layer {
     struct tensor attn_norm, q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, o_bias;
+    struct tensor qkv, qkv_bias; /* instead of q, k, v and their biases where these are fused */
     struct tensor ffn_norm, router;
     struct tensor shared_gate, shared_up, shared_down, shared_expert_gate;
     struct tensor dense_gate, dense_up, dense_down;

@@ -28,10 +28,10 @@
 #define IMPLEMENTED_FLAGS                                                                                             \
     (COLIBRI_ARCH_TIED | COLIBRI_ARCH_QK_NORM_HEAD | COLIBRI_ARCH_QKV_BIAS | COLIBRI_ARCH_NORM_TOPK |                 \
      COLIBRI_ARCH_QK_NORM_WHOLE | COLIBRI_ARCH_O_BIAS | COLIBRI_ARCH_QKV_CLIP | COLIBRI_ARCH_SHARED_EXPERT | \
-     COLIBRI_ARCH_SHARED_GATED)
+     COLIBRI_ARCH_SHARED_GATED | COLIBRI_ARCH_QKV_FUSED)
 
 static const char *const flag_names[] = {"tied",          "qk_norm_head", "qk_norm_whole",  "qkv_bias",    "o_bias",  "norm_topk",
-                                         "shared_expert", "shared_gated", "router_sigmoid", "router_bias", "qkv_clip"};
+                                         "shared_expert", "shared_gated", "router_sigmoid", "router_bias", "qkv_clip", "qkv_fused"};
 
 bool colibri_layer_is_dense(const struct colibri_file_header *header, uint32_t layer) {
     return header->dense_layers[layer / 32] >> (layer % 32) & 1;
@@ -310,7 +310,7 @@ int colibri_check_ranges(const struct colibri_file_header *header, const struct 
 
 /* ---- roles ---- */
 
-enum dimension { ONE, HIDDEN, VOCABULARY, PAIRS, Q_WIDTH, KV_WIDTH, Q_NORM, K_NORM, EXPERTS, SHARED, DENSE };
+enum dimension { ONE, HIDDEN, VOCABULARY, PAIRS, Q_WIDTH, KV_WIDTH, QKV_WIDTH, Q_NORM, K_NORM, EXPERTS, SHARED, DENSE };
 
 static uint64_t dimension_of(const struct colibri_file_header *header, enum dimension dimension) {
     uint64_t q_width = (uint64_t)header->n_heads * header->head_dim, kv_width = (uint64_t)header->n_kv_heads * header->head_dim;
@@ -322,6 +322,7 @@ static uint64_t dimension_of(const struct colibri_file_header *header, enum dime
     case PAIRS: return header->rotary_dim / 2;
     case Q_WIDTH: return q_width;
     case KV_WIDTH: return kv_width;
+    case QKV_WIDTH: return q_width + 2 * kv_width;
     case Q_NORM: return whole ? q_width : header->head_dim;
     case K_NORM: return whole ? kv_width : header->head_dim;
     case EXPERTS: return header->n_experts;
@@ -361,6 +362,8 @@ static const struct role {
     {COLIBRI_T_Q_BIAS, "q_bias", EVERY_LAYER, VECTOR, ONE, Q_WIDTH, COLIBRI_ARCH_QKV_BIAS, IN_LAYER(q_bias)},
     {COLIBRI_T_K_BIAS, "k_bias", EVERY_LAYER, VECTOR, ONE, KV_WIDTH, COLIBRI_ARCH_QKV_BIAS, IN_LAYER(k_bias)},
     {COLIBRI_T_V_BIAS, "v_bias", EVERY_LAYER, VECTOR, ONE, KV_WIDTH, COLIBRI_ARCH_QKV_BIAS, IN_LAYER(v_bias)},
+    {COLIBRI_T_QKV, "qkv", EVERY_LAYER, MATRIX, QKV_WIDTH, HIDDEN, COLIBRI_ARCH_QKV_FUSED, IN_LAYER(qkv)},
+    {COLIBRI_T_QKV_BIAS, "qkv_bias", EVERY_LAYER, VECTOR, ONE, QKV_WIDTH, COLIBRI_ARCH_QKV_BIAS, IN_LAYER(qkv_bias)},
     {COLIBRI_T_O_BIAS, "o_bias", EVERY_LAYER, VECTOR, ONE, HIDDEN, COLIBRI_ARCH_O_BIAS, IN_LAYER(o_bias)},
     {COLIBRI_T_FFN_NORM, "ffn_norm", EVERY_LAYER, VECTOR, ONE, HIDDEN, 0, IN_LAYER(ffn_norm)},
     {COLIBRI_T_ROUTER, "router", MOE_LAYERS, F32_MATRIX, EXPERTS, HIDDEN, 0, IN_LAYER(router)},
@@ -386,10 +389,22 @@ const char *colibri_role_name(uint32_t role) {
     return found ? found->name : "unknown";
 }
 
+/* Is it one of two ways to store q, k and v, and the other one is used? */
+static bool is_stored_otherwise(const struct colibri_file_header *header, uint32_t role) {
+    bool fused = header->arch_flags & COLIBRI_ARCH_QKV_FUSED;
+    switch (role) {
+    case COLIBRI_T_Q: case COLIBRI_T_K: case COLIBRI_T_V:
+    case COLIBRI_T_Q_BIAS: case COLIBRI_T_K_BIAS: case COLIBRI_T_V_BIAS: return fused;
+    case COLIBRI_T_QKV: case COLIBRI_T_QKV_BIAS: return !fused;
+    default: return false;
+    }
+}
+
 /* Has this architecture this role in this layer (COLIBRI_FILE_NO_LAYER for the trunk)? */
 static bool is_present(const struct colibri_file_header *header, const struct role *role, uint32_t layer) {
     if ((role->place == TRUNK) != (layer == COLIBRI_FILE_NO_LAYER)) return false;
     if (role->flags && !(header->arch_flags & role->flags)) return false;
+    if (is_stored_otherwise(header, role->role)) return false;
     if (role->role == COLIBRI_T_HEAD) return !(header->arch_flags & COLIBRI_ARCH_TIED);
     if (role->place == MOE_LAYERS) return !colibri_layer_is_dense(header, layer);
     if (role->place == DENSE_LAYERS) return colibri_layer_is_dense(header, layer);

@@ -131,6 +131,7 @@ static void test_what_is_not_implemented_is_refused_by_name(void) {
     LIE(h->n_groups = 8, COLIBRI_E_UNSUPPORTED, "n_groups");
     LIE(h->expert_format = COLIBRI_FMT_Q4, COLIBRI_E_UNSUPPORTED, "expert_format");
     LIE(h->expert_format = 77, COLIBRI_E_UNSUPPORTED, "expert_format");
+    LIE(h->arch_flags |= COLIBRI_ARCH_QKV_FUSED, COLIBRI_E_FORMAT, "role"); /* but q, k and v are there apart */
     LIE(t[0].format = COLIBRI_FMT_Q4, COLIBRI_E_UNSUPPORTED, "format");
     LIE(t[0].role = 999, COLIBRI_E_UNSUPPORTED, "role");
 }

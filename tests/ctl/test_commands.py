@@ -257,8 +257,11 @@ def recording(calls: list[Any]) -> Callable[..., Figures]:
 def test_convert_calls_the_library(ctl: Ctl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("colibri.convert.convert", recording(calls))
-    result = ctl("convert", "SRC", str(tmp_path / "o"), "--quantize", "int8", "--expert_shard", "3")
-    assert calls == [(("SRC", tmp_path / "o"), {"quantize": "int8", "expert_shards": 3, "progress": None})]
+    result = ctl(
+        "convert", "SRC", str(tmp_path / "o"), "--quantize", "int8", "--expert_shard", "3", "--flash_attn_compatible"
+    )
+    options = {"quantize": "int8", "expert_shards": 3, "flash_attn_compatible": True, "progress": None}
+    assert calls == [(("SRC", tmp_path / "o"), options)]
     assert result.stdout == "file_bytes  3.0 MiB\nnotes       a, b\n"
     assert as_json(ctl("convert", "SRC", "o", "--json"))["notes"] == ["a", "b"]
 
