@@ -221,7 +221,7 @@ def measure(path: Path, plan: Plan, *, isa: str | None, threads: int, probe: Pro
             yield Measurement(path.stem, case, bench.context.isa, threads, tokens, runs)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """ "512,4096" → (512, 4096); "" → ()."""
     try:
         return tuple(int(part) for part in text.split(",") if part)
@@ -255,7 +255,7 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Measure MODELS: files, or the names of shapes."""
-    plan = Plan(_numbers(prefill), _numbers(decode), _numbers(batch), steps, repeats, rows)
+    plan = Plan(numbers(prefill), numbers(decode), numbers(batch), steps, repeats, rows)
     isas = isa_names() if isa == "all" else [isa]
     probe, found = Probe(threads), []
     for path in [make_model(name, quantize) if name in SHAPES else Path(name) for name in models]:

@@ -124,6 +124,7 @@ class RandomWeights:
         config = Config(read_json(folder / "config.json"))
         self.family: Family = find(config)
         self.architecture: Architecture = self.family.architecture(config)
+        self.theta = config.number("rope_theta")
         self.tensors: dict[str, SourceTensor] = {name: tensor for name, tensor in self._tensors()}
         self.files: list[str] = []
 
@@ -219,12 +220,26 @@ def make_model(name: str, quantize: str = "q8", *, n_layers: int | None = None, 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(SHAPES)))
 @click.option("--quantize", default="q8", show_default=True, help="A format of colibrictl convert.")
+@click.option("--gguf", "gguf_type", help="Make a GGUF instead: q8_0, q4_0 or f16.")
+@click.option("--as", "arch", help="Architecture that the GGUF is said to be, qwen3moe for a reader without OLMoE.")
 @click.option("--layers", type=click.IntRange(min=1), help="Depth. [default: the shape's own]")
 @click.option("--folder", type=click.Path(path_type=Path), help="[default: $COLIBRI_BENCH_DIR]")
-def main(names: tuple[str, ...], quantize: str, layers: int | None, folder: Path | None) -> None:
+def main(
+    names: tuple[str, ...],
+    quantize: str,
+    gguf_type: str | None,
+    arch: str | None,
+    layers: int | None,
+    folder: Path | None,
+) -> None:
     """Make models of the given shapes, and print their paths."""
     for name in names:
-        click.echo(str(make_model(name, quantize, n_layers=layers, folder=folder)))
+        if gguf_type is None:
+            click.echo(str(make_model(name, quantize, n_layers=layers, folder=folder)))
+        else:
+            from .gguf_model import make_gguf  # needs the extra `bench`
+
+            click.echo(str(make_gguf(name, gguf_type, n_layers=layers, folder=folder, arch=arch)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine import Measurement
     from .limits import Limits
+    from .peers import Series
 
 
 def machine() -> dict[str, Any]:
@@ -46,12 +47,12 @@ def _first_line(*command: str) -> str | None:
         return None
 
 
-def to_dict(measurement: Measurement) -> dict[str, Any]:
+def to_dict(measurement: Measurement | Series) -> dict[str, Any]:
     """A measurement with what is derived from it."""
     return asdict(measurement) | {"tokens_per_s": measurement.tokens_per_s, "share": measurement.share}
 
 
-def write_json(path: Path, measurements: Sequence[Measurement]) -> None:
+def write_json(path: Path, measurements: Sequence[Measurement | Series]) -> None:
     document = {"machine": machine(), "measurements": [to_dict(measurement) for measurement in measurements]}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
