@@ -164,9 +164,14 @@ def test_what_is_closed_refuses_instead_of_crashing(tiny_q8_model_path: Path) ->
 def test_a_file_that_is_no_model_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(native.IOFailure, match="missing"):
         Model(tmp_path / "missing")
-    (tmp_path / "empty").touch()
-    with pytest.raises(native.FormatError, match="header"):
-        Model(tmp_path / "empty")
+    for name, content, field in (
+        ("empty", b"", "magic"),
+        ("text", b"hello", "magic"),
+        ("cut", b"COLIBRI\x1a", "header"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(native.FormatError, match=f"{name}: .*{field}"):
+            Model(tmp_path / name)
 
 
 def test_an_instruction_set_is_chosen_by_name(model: Model) -> None:
