@@ -54,8 +54,8 @@ from .text import TextAssets, read_text_assets
 from .tiles import Floats, QuantizationError, encode
 from .writer import AtomicFile
 
-FORMATS = {"f32": Format.F32, "bf16": Format.BF16, "f16": Format.F16, "q8": Format.Q8}
-ALIASES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "q8"}
+FORMATS = {"f32": Format.F32, "bf16": Format.BF16, "f16": Format.F16, "q8": Format.Q8, "q4": Format.Q4}
+ALIASES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "q8", "int4": "q4"}
 # Source rows in memory at a time, as float32: long enough reads, and small beside the encoded tensor.
 BAND_BYTES = 64 << 20
 # What the error figures can add to the JSON after its place was fixed: two dozen kinds of about 80 bytes.
@@ -298,7 +298,7 @@ class _Conversion:
                 data = encode(band, fmt, error)
             except OverflowError as overflow:
                 names = ", ".join(part.name for part in parts)
-                raise TensorError(str(overflow), where=names, hint="choose bf16, f32 or q8") from None
+                raise TensorError(str(overflow), where=names, hint="choose bf16, f32, q8 or q4") from None
             out[position : position + len(data)] = data
             position += len(data)
         return out

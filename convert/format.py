@@ -173,9 +173,10 @@ def tile_bytes(fmt: Format, cols: int) -> int:
         return cols * TILE_ROWS * 4
     if fmt in (Format.BF16, Format.F16):
         return align(cols * TILE_ROWS * 2, TENSOR_ALIGN)
-    if fmt is Format.Q8:
-        padded = align(cols, GROUP)
-        return align(padded * TILE_ROWS + padded // GROUP * TILE_ROWS * 2, TENSOR_ALIGN)
+    if fmt in (Format.Q8, Format.Q4):
+        groups = align(cols, GROUP) // GROUP
+        weights = GROUP * TILE_ROWS // (2 if fmt is Format.Q4 else 1)
+        return align(groups * (weights + TILE_ROWS * 2), TENSOR_ALIGN)
     raise ValueError(f"{fmt!r} has no tiles")
 
 

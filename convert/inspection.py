@@ -79,7 +79,7 @@ _READABLE_FLAGS = (
     | ArchFlag.SHARED_EXPERT
     | ArchFlag.SHARED_GATED
 )
-_READABLE_FORMATS = frozenset(Format) - {Format.Q4}
+_READABLE_FORMATS = frozenset(Format)
 
 
 def _tensor_name(role: int, layer: int) -> str:

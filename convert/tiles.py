@@ -1,4 +1,4 @@
-"""Matrices as the engine reads them: tiles of 16 rows, in f32, bf16, f16 or q8 (docs/numerics.md, "Weights").
+"""Matrices as the engine reads them: tiles of 16 rows, in f32, bf16, f16, q8 or q4 (docs/numerics.md, "Weights").
 
 Encoders take float32 [rows, cols] with rows a multiple of 16 or the last rows of the matrix, and return the tiles'
 bytes; so a large matrix can be encoded a band of rows at a time.
@@ -15,6 +15,15 @@ import numpy.typing as npt
 from .format import GROUP, TILE_ROWS, Bytes, Format, align, tile_bytes
 
 Floats = npt.NDArray[np.float32]
+
+# What the 16 codes of q4 stand for: native/src/kernels/layout.h.
+Q4_LEVELS = np.array([-127, -95, -74, -58, -44, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 101], np.int8)
+# The code of the nearest level, for -128 to 127.
+Q4_NEAREST = np.abs(np.arange(-128, 128)[:, None] - Q4_LEVELS.astype(int)).argmin(axis=1).astype(np.uint8)
+# Where a group's largest weight is tried: about the levels' lower end, and with a negative scale the same.
+Q4_PLACES = np.array([sign * place for place in range(85, 150, 10) for sign in (-1, 1)], np.float32)
+# Groups at a time: what is computed of them fits a second-level cache.
+Q4_BLOCK_GROUPS = 2048
 
 
 @dataclass
@@ -70,6 +79,74 @@ def quantize_q8(x: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
     return integers.reshape(x.shape), scales
 
 
+def quantize_q4(
+    x: Floats, column_weights: Floats | None = None
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int8], Floats]:
+    """x: [rows, cols], cols a multiple of 32 → codes 0 to 15 [rows, cols], the levels that they stand for, and scales
+    [rows, cols / 32] that bf16 holds exactly, of either sign.
+
+    The scales are searched for the least squared error of the decoded weights, each error weighted by its column's
+    weight [cols] (None: all alike). See _search_q4_scales.
+    """
+    groups = x.reshape(-1, GROUP)
+    codes = np.empty(groups.shape, np.uint8)
+    scales = np.empty((len(groups), 1), np.float32)
+    weights = np.ones((1, GROUP), np.float32)
+    if column_weights is not None:
+        weights = np.tile(column_weights.reshape(-1, GROUP).astype(np.float32), (x.shape[0], 1))
+    for begin in range(0, len(groups), Q4_BLOCK_GROUPS):
+        part = slice(begin, begin + Q4_BLOCK_GROUPS)
+        codes[part], scales[part] = _quantize_q4_groups(groups[part], weights if len(weights) == 1 else weights[part])
+    return codes.reshape(x.shape), Q4_LEVELS[codes].reshape(x.shape), scales.reshape(x.shape[0], -1)
+
+
+def _quantize_q4_groups(groups: Floats, weights: Floats) -> tuple[npt.NDArray[np.uint8], Floats]:
+    # Exactly to sizes near 1, so that no square is too large or too small.
+    exponents = np.frexp(np.abs(groups).max(axis=1, keepdims=True))[1]
+    scales = np.ldexp(_search_q4_scales(np.ldexp(groups, -exponents), weights), exponents)
+    scales = _round_to_bf16(scales)
+    quotients = np.divide(groups, scales, out=np.zeros_like(groups), where=scales != 0)
+    return _nearest_code(quotients), scales
+
+
+def _nearest_code(quotients: Floats) -> npt.NDArray[np.uint8]:
+    codes: npt.NDArray[np.uint8] = Q4_NEAREST[np.clip(np.rint(quotients), -128, 127).astype(np.int32) + 128]
+    return codes
+
+
+def _search_q4_scales(groups: Floats, weights: Floats) -> Floats:
+    """Scales [n, 1] of groups [n, 32].
+
+    For given codes the best scale is that of least squares. Which codes are best is found by trying: each scale that
+    takes the group's largest weight to one of several places about either end of the levels gives codes, these a best
+    scale, and the best of those is kept; it gives codes once more.
+    """
+    ends = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
+    per_end = np.divide(np.float32(1), ends, out=np.zeros_like(ends), where=ends != 0)
+    weighted = groups * weights
+    most = np.full_like(ends, -1)
+    best = np.zeros_like(ends)
+
+    def fit(inverse: Floats) -> tuple[Floats, Floats]:
+        """The best scale for the codes that the inverse of a scale gives, and by how much it lessens the error."""
+        levels = Q4_LEVELS.astype(np.float32)[_nearest_code(groups * inverse)]
+        product = np.einsum("gi,gi->g", weighted, levels)[:, None]
+        square = np.einsum("gi,gi->g", levels * weights, levels)[:, None]
+        scale = np.divide(product, square, out=np.zeros_like(product), where=square > 0)
+        return scale, product * scale
+
+    for place in Q4_PLACES:
+        scale, gain = fit(per_end * place)
+        better = gain > most
+        most, best = np.where(better, gain, most), np.where(better, scale, best)
+    return fit(np.divide(np.float32(1), best, out=np.zeros_like(best), where=best != 0))[0]
+
+
+def _round_to_bf16(x: Floats) -> Floats:
+    """To nearest, ties to even."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
 def _pad(x: Floats, row_multiple: int, col_multiple: int) -> Floats:
     rows, cols = align(x.shape[0], row_multiple), align(x.shape[1], col_multiple)
     return np.pad(x, ((0, rows - x.shape[0]), (0, cols - x.shape[1])))
@@ -89,18 +166,23 @@ def _encode_float(x: Floats, fmt: Format, error: QuantizationError) -> Bytes:
     return out.reshape(-1)
 
 
-def _encode_q8(x: Floats, error: QuantizationError) -> Bytes:
+def _encode_integers(x: Floats, fmt: Format, error: QuantizationError) -> Bytes:
     padded = _pad(x, TILE_ROWS, GROUP)
-    cols = padded.shape[1]
-    integers, scales = quantize_q8(padded)
+    n_tiles, cols = padded.shape[0] // TILE_ROWS, padded.shape[1]
+    if fmt is Format.Q8:
+        integers, scales = quantize_q8(padded)
+        stored = integers.view(np.uint8) ^ np.uint8(128)  # + 128 in two's complement
+        weights = stored.reshape(n_tiles, TILE_ROWS, cols // 4, 4).transpose(0, 2, 1, 3)
+    else:
+        codes, integers, scales = quantize_q4(padded)
+        # The first four quads of a group are the lower halves of its bytes, the last four the upper.
+        halves = codes.reshape(n_tiles, TILE_ROWS, cols // GROUP, 2, 4, 4).transpose(3, 0, 2, 4, 1, 5)
+        weights = halves[0] | halves[1] << 4
     decoded = integers.reshape(*scales.shape, GROUP) * scales[:, :, None]
     error.add(x, decoded.reshape(padded.shape)[: x.shape[0], : x.shape[1]])
-    n_tiles = padded.shape[0] // TILE_ROWS
-    unsigned = integers.view(np.uint8) ^ np.uint8(128)  # + 128 in two's complement
-    weights = unsigned.reshape(n_tiles, TILE_ROWS, cols // 4, 4).transpose(0, 2, 1, 3)
     bf16 = (scales.view(np.uint32) >> 16).astype("<u2").reshape(n_tiles, TILE_ROWS, cols // GROUP).transpose(0, 2, 1)
-    out = np.zeros((n_tiles, tile_bytes(Format.Q8, cols)), np.uint8)
-    n_weight_bytes = cols * TILE_ROWS
+    out = np.zeros((n_tiles, tile_bytes(fmt, cols)), np.uint8)
+    n_weight_bytes = weights.size // n_tiles
     out[:, :n_weight_bytes] = weights.reshape(n_tiles, -1)
     out[:, n_weight_bytes : n_weight_bytes + cols // GROUP * TILE_ROWS * 2] = (
         np.ascontiguousarray(bf16).view(np.uint8).reshape(n_tiles, -1)
@@ -115,6 +197,6 @@ def encode(x: Floats, fmt: Format, error: QuantizationError) -> Bytes:
     """
     if fmt is Format.VECTOR:
         return np.ascontiguousarray(x, "<f4").view(np.uint8).reshape(-1)
-    if fmt is Format.Q8:
-        return _encode_q8(x, error)
+    if fmt in (Format.Q8, Format.Q4):
+        return _encode_integers(x, fmt, error)
     return _encode_float(x, fmt, error)

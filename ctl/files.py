@@ -32,7 +32,7 @@ def converter(as_json: bool) -> Iterator[ModuleType]:
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--quantize", default="q8", show_default=True, metavar="FORMAT", help="q8, bf16, f16 or f32.")
+@click.option("--quantize", default="q8", show_default=True, metavar="FORMAT", help="q8, q4, bf16, f16 or f32.")
 @click.option(
     "--expert-shard",
     type=click.IntRange(min=1),

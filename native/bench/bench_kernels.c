@@ -141,7 +141,7 @@ static void multiply(void *arg)
 static const struct {
     uint32_t format;
     const char *name;
-} formats[] = {{COLIBRI_FMT_Q8, "q8"}, {COLIBRI_FMT_BF16, "bf16"}, {COLIBRI_FMT_F16, "f16"}, {COLIBRI_FMT_F32, "f32"}};
+} formats[] = {{COLIBRI_FMT_Q8, "q8"}, {COLIBRI_FMT_Q4, "q4"}, {COLIBRI_FMT_BF16, "bf16"}, {COLIBRI_FMT_F16, "f16"}, {COLIBRI_FMT_F32, "f32"}};
 
 /* An expert of 1408 × 2048 (from the caches) by many rows; a head of as many rows as fill the memory by one. */
 static void bench_products(const struct colibri_kernels *f, const struct memory *memory, double peak, double bandwidth)
@@ -161,7 +161,7 @@ static void bench_products(const struct colibri_kernels *f, const struct memory 
             f->prepare(p.format, x, k, p.n_rows, k, p.acts, bad);
             double rate = 2.0 * (double)(p.n_rows * k * n_tiles * COLIBRI_TILE_ROWS) / best_time(multiply, &p);
             printf(" %zu rows %.0f", p.n_rows, rate * 1e-9);
-            if (peak > 0 && p.format == COLIBRI_FMT_Q8) printf(" (%.0f%%)", 100 * rate / peak);
+            if (peak > 0 && (p.format == COLIBRI_FMT_Q8 || p.format == COLIBRI_FMT_Q4)) printf(" (%.0f%%)", 100 * rate / peak);
             free(x), free(p.acts), free(p.y);
         }
         size_t tile_bytes = colibri_tile_bytes(p.format, k);

@@ -34,7 +34,7 @@ enum {
     COLIBRI_FMT_BF16 = 2,
     COLIBRI_FMT_F16 = 3,
     COLIBRI_FMT_Q8 = 4,
-    COLIBRI_FMT_Q4 = 5 /* reserved */
+    COLIBRI_FMT_Q4 = 5
 };
 
 /* What a tensor is. Shapes are [rows, cols] = [outputs, inputs]. */

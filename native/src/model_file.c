@@ -231,8 +231,6 @@ static int check_tensor_range(const struct colibri_file_header *header, const st
     const char *name = colibri_role_name(tensor->role);
     if (tensor->rows == 0 || tensor->rows > MAX_VOCABULARY || tensor->cols == 0 || tensor->cols > MAX_VOCABULARY)
         return fail(error, COLIBRI_E_FORMAT, "rows, cols: %s has %" PRIu64 " x %" PRIu64, name, tensor->rows, tensor->cols);
-    if (tensor->format > COLIBRI_FMT_Q4)
-        return fail(error, COLIBRI_E_FORMAT, "format: %s has the unknown format %" PRIu32, name, tensor->format);
     uint64_t expected = tensor_bytes(tensor->format, tensor->rows, tensor->cols);
     if (expected == 0) return fail(error, COLIBRI_E_UNSUPPORTED, "format: this library does not read format %" PRIu32 " (%s)", tensor->format, name);
     if (tensor->bytes != expected)

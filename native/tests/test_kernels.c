@@ -134,8 +134,9 @@ static int same_float(float a, float b) { return same_floats(&a, &b, 1); }
 
 /* ---- weights ---- */
 
-static const uint32_t formats[] = {COLIBRI_FMT_F32, COLIBRI_FMT_BF16, COLIBRI_FMT_F16, COLIBRI_FMT_Q8};
+static const uint32_t formats[] = {COLIBRI_FMT_F32, COLIBRI_FMT_BF16, COLIBRI_FMT_F16, COLIBRI_FMT_Q8, COLIBRI_FMT_Q4};
 #define N_FORMATS (sizeof formats / sizeof *formats)
+static int is_integer(uint32_t format) { return format == COLIBRI_FMT_Q8 || format == COLIBRI_FMT_Q4; }
 
 static uint16_t random_bf16(enum values kind) { return (uint16_t)(to_bits(random_float(kind)) >> 16); }
 static uint16_t random_f16(enum values kind)
@@ -145,14 +146,23 @@ static uint16_t random_f16(enum values kind)
     return (uint16_t)((random_bits() & 0x8000) | (random_bits() % 8 + 10) << 10 | (random_bits() & 0x3ff));
 }
 
-static void fill_q8_tile(uint8_t *tile, size_t k, enum values kind)
+/* Where weight i of a lane lies in a q4 tile: the byte, and by how much it is shifted there. */
+static size_t q4_byte(size_t i, size_t lane) { return i / GROUP * GROUP * TILE / 2 + i % 16 / 4 * 64 + lane * 4 + i % 4; }
+static const int q4_levels[16] = {-127, -95, -74, -58, -44, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 101};
+static int q4_shift(size_t i) { return i % GROUP < 16 ? 0 : 4; }
+
+static void fill_integer_tile(uint32_t format, uint8_t *tile, size_t k, enum values kind)
 {
-    size_t groups = (k + GROUP - 1) / GROUP;
+    size_t groups = (k + GROUP - 1) / GROUP, n_bytes = groups * GROUP * TILE / (format == COLIBRI_FMT_Q4 ? 2 : 1);
+    memset(tile, 0, n_bytes);
     for (size_t i = 0; i < groups * GROUP; i++)
-        for (size_t lane = 0; lane < TILE; lane++) tile[i / 4 * 64 + lane * 4 + i % 4] = i < k ? (uint8_t)random_bits() : 128;
+        for (size_t lane = 0; lane < TILE; lane++) {
+            if (format == COLIBRI_FMT_Q8) tile[i / 4 * 64 + lane * 4 + i % 4] = i < k ? (uint8_t)random_bits() : 128;
+            else tile[q4_byte(i, lane)] |= (uint8_t)((i < k ? random_bits() % 16 : 8) << q4_shift(i));
+        }
     for (size_t i = 0; i < groups * TILE; i++) {
         uint16_t scale = random_bf16(kind);
-        memcpy(tile + groups * GROUP * TILE + 2 * i, &scale, 2);
+        memcpy(tile + n_bytes + 2 * i, &scale, 2);
     }
 }
 
@@ -162,7 +172,7 @@ static uint8_t *random_matrix(uint32_t format, size_t n_tiles, size_t k, enum va
     uint8_t *w = guarded(n_tiles * tile_bytes, 64);
     for (size_t t = 0; t < n_tiles; t++) {
         uint8_t *tile = w + t * tile_bytes;
-        if (format == COLIBRI_FMT_Q8) fill_q8_tile(tile, k, kind);
+        if (is_integer(format)) fill_integer_tile(format, tile, k, kind);
         for (size_t i = 0; i < k * TILE; i++) {
             float x = random_float(kind);
             uint16_t half = format == COLIBRI_FMT_BF16 ? random_bf16(kind) : random_f16(kind);
@@ -191,9 +201,12 @@ static double weight_at(uint32_t format, const uint8_t *matrix, size_t row, size
     case COLIBRI_FMT_F32: memcpy(&x, tile + 4 * at, 4); return x;
     case COLIBRI_FMT_BF16: memcpy(&half, tile + 2 * at, 2); return of_bits((uint32_t)half << 16);
     case COLIBRI_FMT_F16: memcpy(&half, tile + 2 * at, 2); return value_of_f16(half);
-    default:
+    case COLIBRI_FMT_Q8:
         memcpy(&half, tile + (k + GROUP - 1) / GROUP * GROUP * TILE + 2 * (i / GROUP * TILE + lane), 2);
         return (tile[i / 4 * 64 + lane * 4 + i % 4] - 128) * (double)of_bits((uint32_t)half << 16);
+    default:
+        memcpy(&half, tile + (k + GROUP - 1) / GROUP * GROUP * TILE / 2 + 2 * (i / GROUP * TILE + lane), 2);
+        return q4_levels[tile[q4_byte(i, lane)] >> q4_shift(i) & 15] * (double)of_bits((uint32_t)half << 16);
     }
 }
 
@@ -201,7 +214,7 @@ static double weight_at(uint32_t format, const uint8_t *matrix, size_t row, size
 
 static void test_matrices_equal_scalar_at_random_shapes(void)
 {
-    for (int round = 0; round < 240; round++) {
+    for (int round = 0; round < 300; round++) {
         uint32_t format = formats[round % N_FORMATS];
         enum values kind = round / N_FORMATS % N_VALUES;
         size_t k = round % 7 == 0 ? random_size(300, 700) : random_size(1, 140), n_rows = random_size(1, 70), n_tiles = random_size(1, 19);
@@ -230,7 +243,7 @@ static void test_matrices_equal_scalar_at_random_shapes(void)
 
 static void test_rows_of_prepared_activations_are_gathered_like_prepared_alone(void)
 {
-    for (int round = 0; round < 60; round++) {
+    for (int round = 0; round < 75; round++) {
         uint32_t format = formats[round % N_FORMATS];
         size_t k = random_size(1, 140), n_from = random_size(1, 70), n_rows = random_size(1, 40);
         float *x = random_floats(n_from * k, WIDE), *picked = guarded_floats(n_rows * k);
@@ -252,7 +265,7 @@ static void test_rows_of_prepared_activations_are_gathered_like_prepared_alone(v
 
 static void test_a_row_is_decoded_as_scalar_decodes_it(void)
 {
-    for (int round = 0; round < 80; round++) {
+    for (int round = 0; round < 100; round++) {
         uint32_t format = formats[round % N_FORMATS];
         size_t k = random_size(1, 140), n_tiles = random_size(1, 4), row = random_size(0, n_tiles * TILE - 1);
         const uint8_t *w = random_matrix(format, n_tiles, k, round / N_FORMATS % N_VALUES);
@@ -438,7 +451,7 @@ static void test_the_checksum_equals_scalar_at_every_length(void)
 
 /* ---- scalar against double precision ---- */
 
-/* x as docs/numerics.md quantises it for q8: integer × scale, in double. */
+/* x as docs/numerics.md quantises it for q8 and q4: integer × scale, in double. */
 static void quantised(const float *x, size_t k, double *out)
 {
     for (size_t begin = 0; begin < k; begin += GROUP) {
@@ -454,10 +467,10 @@ static void quantised(const float *x, size_t k, double *out)
 
 static void test_matrix_products_match_double_precision(void)
 {
-    for (int round = 0; round < 32; round++) {
+    for (int round = 0; round < 40; round++) {
         uint32_t format = formats[round % N_FORMATS];
         size_t k = random_size(1, 400), n_rows = random_size(1, 20), n_tiles = random_size(1, 3), ldy = n_tiles * TILE;
-        const float *x = random_floats(n_rows * k, round % 8 < 4 ? PLAIN : WIDE);
+        const float *x = random_floats(n_rows * k, round % (2 * N_FORMATS) < N_FORMATS ? PLAIN : WIDE);
         const uint8_t *w = random_matrix(format, n_tiles, k, PLAIN);
         void *acts = guarded(colibri_acts_bytes(format, n_rows, k), 64);
         uint8_t bad[20] = {0};
@@ -466,7 +479,7 @@ static void test_matrix_products_match_double_precision(void)
         tested->matmul(format, w, 0, n_tiles, k, acts, n_rows, y, ldy);
         for (size_t r = 0; r < n_rows; r++) {
             double values[400];
-            if (format == COLIBRI_FMT_Q8) quantised(x + r * k, k, values);
+            if (is_integer(format)) quantised(x + r * k, k, values);
             else for (size_t i = 0; i < k; i++) values[i] = x[r * k + i];
             for (size_t row = 0; row < n_tiles * TILE; row++) {
                 double sum = 0, magnitude = 0;
@@ -736,7 +749,8 @@ static void test_sizes_are_those_of_the_layout(void)
     CHECK(colibri_tile_bytes(COLIBRI_FMT_F32, 33) == 33 * 64 && colibri_tile_bytes(COLIBRI_FMT_F16, 33) == 17 * 64, "wide tiles");
     CHECK(colibri_tile_bytes(COLIBRI_FMT_Q8, 33) == 2 * (512 + 32) && colibri_tile_bytes(COLIBRI_FMT_Q8, 32) == 576, "q8 tiles are padded");
     CHECK(colibri_matrix_bytes(COLIBRI_FMT_BF16, 17, 8) == 2 * 256, "a part of a tile counts whole");
-    CHECK(colibri_tile_bytes(COLIBRI_FMT_Q4, 32) == 0 && colibri_matrix_bytes(77, 16, 32) == 0, "unknown formats");
+    CHECK(colibri_tile_bytes(COLIBRI_FMT_Q4, 33) == 2 * (256 + 32) && colibri_tile_bytes(COLIBRI_FMT_Q4, 32) == 320, "q4 tiles are half of it");
+    CHECK(colibri_tile_bytes(COLIBRI_FMT_Q4 + 1, 32) == 0 && colibri_matrix_bytes(77, 16, 32) == 0, "unknown formats");
     CHECK(colibri_matrix_bytes(COLIBRI_FMT_F32, SIZE_MAX, 64) == 0 && colibri_tile_bytes(COLIBRI_FMT_F32, SIZE_MAX / 2) == 0, "overflow");
     CHECK(colibri_acts_bytes(COLIBRI_FMT_F32, SIZE_MAX, 64) == 0 && colibri_acts_bytes(COLIBRI_FMT_Q8, 1, 33) % 64 == 0, "activations");
 }

@@ -126,6 +126,7 @@ static void test_nothing_allocates_after_open(uint32_t format) {
 int main(void) {
     test_nothing_allocates_after_open(COLIBRI_FMT_F32);
     test_nothing_allocates_after_open(COLIBRI_FMT_Q8);
+    test_nothing_allocates_after_open(COLIBRI_FMT_Q4);
     return 0;
 }
 #endif

@@ -14,8 +14,15 @@
 
 enum { N_TOKENS = 530, N_PAGES = 100, NEIGHBOURS = 3, NEIGHBOUR_PAGE = 40, PAGES_EACH = 17 };
 
-/* Indexed by weights (f32, q8) and KV (f32, f16). */
-static const uint64_t pinned[2][2] = {{0xff23b55521be8391, 0xa5ea006cef4a70a8}, {0xf9a80c6f2c26c518, 0x35b18846a8e8a105}};
+static const struct weights {
+    const char *name;
+    uint32_t format;
+    uint64_t pinned[2]; /* with KV in f32, in f16 */
+} all_weights[] = {
+    {"f32", COLIBRI_FMT_F32, {0xff23b55521be8391, 0xa5ea006cef4a70a8}},
+    {"q8", COLIBRI_FMT_Q8, {0xf9a80c6f2c26c518, 0x35b18846a8e8a105}},
+    {"q4", COLIBRI_FMT_Q4, {0xe80678eb9c59747d, 0x3caed20549ce9dc2}},
+};
 
 /* Around the ends of pages and chunks, and the last. */
 static const size_t compared[] = {0, 1, 6, 30, 31, 32, 33, 63, 64, 100, 333, 334, 511, 512, 529};
@@ -124,9 +131,9 @@ static void compare(const float *expected, const float *actual, const struct var
               v->isa, v->chunk, v->threads, v->neighbours ? "neighbours" : "alone", v->restored);
 }
 
-static void check_pinned(const float *logits, uint32_t format, uint32_t kv_format) {
+static void check_pinned(const float *logits, const struct weights *weights, uint32_t kv_format) {
     uint64_t got = colibri_checksum(logits, N_COMPARED * TINY_VOCABULARY * sizeof *logits);
-    uint64_t expected = pinned[format == COLIBRI_FMT_Q8][kv_format == COLIBRI_KV_F16];
+    uint64_t expected = weights->pinned[kv_format == COLIBRI_KV_F16];
     if (got != expected) FAIL("this build's logits have checksum 0x%016" PRIx64 ", all builds' have 0x%016" PRIx64, got, expected);
 }
 
@@ -139,7 +146,7 @@ static bool is_here(colibri_model_t *model, const char *isa) {
     return code == COLIBRI_OK;
 }
 
-static void test_every_way_gives_the_same_bits(uint32_t format, uint32_t flags, uint32_t kv_format) {
+static void test_every_way_gives_the_same_bits(const struct weights *weights, uint32_t flags, uint32_t kv_format) {
     static float expected[N_COMPARED * TINY_VOCABULARY], actual[N_COMPARED * TINY_VOCABULARY];
     static struct text text;
     const struct variant variants[] = {
@@ -148,10 +155,10 @@ static void test_every_way_gives_the_same_bits(uint32_t format, uint32_t flags, 
         {NULL, 7, 1, true, 333}, {NULL, 512, 3, false, 1},
     };
     struct tiny_model file;
-    colibri_model_t *model = tiny_open(&file, format, flags, 3);
+    colibri_model_t *model = tiny_open(&file, weights->format, flags, 3);
     make_text(&text);
     run_variant(model, kv_format, &text, &(struct variant){"scalar", 32, 1, false, 0}, expected);
-    check_pinned(expected, format, kv_format);
+    check_pinned(expected, weights, kv_format);
     CHECK(memcmp(expected, expected + TINY_VOCABULARY, TINY_VOCABULARY * sizeof *expected) != 0);
     for (size_t isa = 0; colibri_isa_name(isa); isa++) {
         bool scalar = strcmp(colibri_isa_name(isa), "scalar") == 0;
@@ -162,7 +169,7 @@ static void test_every_way_gives_the_same_bits(uint32_t format, uint32_t flags, 
             variant.isa = colibri_isa_name(isa);
             memset(actual, 0, sizeof actual);
             run_variant(model, kv_format, &text, &variant, actual);
-            compare(expected, actual, &variant, format, kv_format);
+            compare(expected, actual, &variant, weights->format, kv_format);
         }
     }
     colibri_model_close(model);
@@ -170,13 +177,14 @@ static void test_every_way_gives_the_same_bits(uint32_t format, uint32_t flags, 
 }
 
 int main(int argc, char **argv) {
-    uint32_t format = argc > 1 && strcmp(argv[1], "q8") == 0 ? COLIBRI_FMT_Q8 : COLIBRI_FMT_F32;
+    const struct weights *weights = all_weights;
+    while (argc > 1 && strcmp(argv[1], weights->name) != 0) weights++;
     uint32_t kv_format = argc > 2 && strcmp(argv[2], "f16") == 0 ? COLIBRI_KV_F16 : COLIBRI_KV_F32;
-    /* Between them, the four runs have every feature of attention and experts. */
-    uint32_t flags = format == COLIBRI_FMT_Q8 ? COLIBRI_ARCH_QK_NORM_HEAD | COLIBRI_ARCH_NORM_TOPK | COLIBRI_ARCH_TIED : COLIBRI_ARCH_QKV_BIAS;
+    /* Between them, the runs have every feature of attention and experts. */
+    uint32_t flags = weights->format != COLIBRI_FMT_F32 ? COLIBRI_ARCH_QK_NORM_HEAD | COLIBRI_ARCH_NORM_TOPK | COLIBRI_ARCH_TIED : COLIBRI_ARCH_QKV_BIAS;
     if (kv_format == COLIBRI_KV_F16)
         flags = COLIBRI_ARCH_QK_NORM_WHOLE | COLIBRI_ARCH_O_BIAS | COLIBRI_ARCH_QKV_CLIP | COLIBRI_ARCH_SHARED_EXPERT | COLIBRI_ARCH_NORM_TOPK;
-    if (kv_format == COLIBRI_KV_F16 && format == COLIBRI_FMT_Q8) flags |= COLIBRI_ARCH_SHARED_GATED;
-    test_every_way_gives_the_same_bits(format, flags, kv_format);
+    if (kv_format == COLIBRI_KV_F16 && weights->format != COLIBRI_FMT_F32) flags |= COLIBRI_ARCH_SHARED_GATED;
+    test_every_way_gives_the_same_bits(weights, flags, kv_format);
     return 0;
 }

@@ -16,6 +16,7 @@ static size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * s
 static size_t tile_bytes(uint32_t format, size_t cols) {
     size_t padded = round_up(cols, GROUP);
     if (format == COLIBRI_FMT_Q8) return round_up(padded * TILE + padded / GROUP * TILE * 2, 64);
+    if (format == COLIBRI_FMT_Q4) return round_up(padded * TILE / 2 + padded / GROUP * TILE * 2, 64);
     return cols * TILE * (format == COLIBRI_FMT_F32 ? 4 : 2);
 }
 
@@ -31,13 +32,8 @@ static void fill_f32(float *tile, size_t n_rows, size_t cols, float scale, uint6
         for (size_t row = 0; row < TILE; row++) tile[col * TILE + row] = row < n_rows ? scale * random_float(random) : 0;
 }
 
-static void fill_q8(uint8_t *tile, size_t n_rows, size_t cols, float scale, uint64_t *random) {
-    size_t padded = round_up(cols, GROUP);
-    uint16_t *scales = (uint16_t *)(void *)(tile + padded * TILE);
-    for (size_t col = 0; col < padded; col++)
-        for (size_t row = 0; row < TILE; row++)
-            tile[col / 4 * 64 + row * 4 + col % 4] = row < n_rows && col < cols ? (uint8_t)(1 + random_below(random, 255)) : 128;
-    for (size_t i = 0; i < padded / GROUP * TILE; i++) {
+static void fill_scales(uint16_t *scales, size_t n, float scale, uint64_t *random) {
+    for (size_t i = 0; i < n; i++) {
         float value = scale / 127 * (1 + 0.5f * random_float(random));
         uint32_t bits;
         memcpy(&bits, &value, sizeof bits);
@@ -45,11 +41,32 @@ static void fill_q8(uint8_t *tile, size_t n_rows, size_t cols, float scale, uint
     }
 }
 
+static void fill_q8(uint8_t *tile, size_t n_rows, size_t cols, float scale, uint64_t *random) {
+    size_t padded = round_up(cols, GROUP);
+    for (size_t col = 0; col < padded; col++)
+        for (size_t row = 0; row < TILE; row++)
+            tile[col / 4 * 64 + row * 4 + col % 4] = row < n_rows && col < cols ? (uint8_t)(1 + random_below(random, 255)) : 128;
+    fill_scales((uint16_t *)(void *)(tile + padded * TILE), padded / GROUP * TILE, scale, random);
+}
+
+static void fill_q4(uint8_t *tile, size_t n_rows, size_t cols, float scale, uint64_t *random) {
+    size_t padded = round_up(cols, GROUP);
+    memset(tile, 0, padded * TILE / 2);
+    for (size_t col = 0; col < padded; col++)
+        for (size_t row = 0; row < TILE; row++) {
+            unsigned nibble = row < n_rows && col < cols ? (unsigned)random_below(random, 16) : 8;
+            size_t group = col / GROUP, within = col % GROUP;
+            tile[group * GROUP * TILE / 2 + within % 16 / 4 * 64 + row * 4 + within % 4] |= (uint8_t)(within < 16 ? nibble : nibble << 4);
+        }
+    fill_scales((uint16_t *)(void *)(tile + padded * TILE / 2), padded / GROUP * TILE, scale, random);
+}
+
 static void fill_matrix(uint8_t *to, uint32_t format, size_t rows, size_t cols, uint64_t *random) {
     float scale = 1.7f / sqrtf((float)cols); /* keeps the size of activations, roughly */
     for (size_t row = 0; row < rows; row += TILE, to += tile_bytes(format, cols)) {
         size_t n = rows - row < TILE ? rows - row : TILE;
         if (format == COLIBRI_FMT_Q8) fill_q8(to, n, cols, scale, random);
+        else if (format == COLIBRI_FMT_Q4) fill_q4(to, n, cols, scale, random);
         else fill_f32((float *)(void *)to, n, cols, scale, random);
     }
 }

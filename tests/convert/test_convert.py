@@ -30,7 +30,7 @@ convert(sys.argv[1], sys.argv[2], progress=progress)
 """
 
 
-@pytest.mark.parametrize("quantize", ["f32", "bf16", "f16", "q8"])
+@pytest.mark.parametrize("quantize", ["f32", "bf16", "f16", "q8", "q4"])
 def test_the_same_checkpoint_gives_the_same_bytes(tiny_checkpoint: Path, tmp_path: Path, quantize: str) -> None:
     first, second = tmp_path / "a.colibri", tmp_path / "b.colibri"
     convert(tiny_checkpoint, first, quantize=quantize)
@@ -38,7 +38,7 @@ def test_the_same_checkpoint_gives_the_same_bytes(tiny_checkpoint: Path, tmp_pat
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("quantize", ["f32", "bf16", "f16", "q8"])
+@pytest.mark.parametrize("quantize", ["f32", "bf16", "f16", "q8", "q4"])
 def test_the_engine_opens_and_verifies_what_was_written(tiny_checkpoint: Path, tmp_path: Path, quantize: str) -> None:
     report = convert(tiny_checkpoint, tmp_path / "model.colibri", quantize=quantize)
     with Model(tmp_path / "model.colibri") as model:

@@ -439,7 +439,7 @@ def test_a_config_json_that_is_not_an_object_is_refused(text: str, tiny_checkpoi
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), [("int8", "q8"), ("float16", "f16"), ("bfloat16", "bf16"), ("float32", "f32")]
+    ("name", "kept"), [("int8", "q8"), ("int4", "q4"), ("float16", "f16"), ("bfloat16", "bf16"), ("float32", "f32")]
 )
 def test_long_names_of_formats_are_accepted(name: str, kept: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert convert(tiny_checkpoint, tmp_path / "model.colibri", quantize=name).format == kept

@@ -52,7 +52,7 @@ def assert_same_bits(checkpoint: Path, folder: Path, quantize: str) -> None:
     assert np.array_equal(logits_of(folder / "apart.colibri"), logits_of(folder / "fused.colibri"))
 
 
-@pytest.mark.parametrize("quantize", ["f32", "q8"])
+@pytest.mark.parametrize("quantize", ["f32", "q8", "q4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fusing_changes_no_bit(name: str, quantize: str, tmp_path: Path) -> None:
     assert_same_bits(DATA / name, tmp_path, quantize)

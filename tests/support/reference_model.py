@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-FORMATS = ["vector", "f32", "bf16", "f16", "q8"]
+FORMATS = ["vector", "f32", "bf16", "f16", "q8", "q4"]
+INTEGERS = frozenset({"q8", "q4"})
+Q4_LEVELS = np.array([-127, -95, -74, -58, -44, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 101], np.float64)
 TIED, QK_NORM_HEAD, QK_NORM_WHOLE, QKV_BIAS, O_BIAS, NORM_TOPK = (1 << bit for bit in range(6))
 SHARED_EXPERT, SHARED_GATED, QKV_CLIP = 1 << 6, 1 << 7, 1 << 10
 NO_LAYER = 0xFFFFFFFF
@@ -46,7 +48,7 @@ class Matrix:
     """Decoded weights [rows, cols], and whether activations are quantised before they meet them."""
 
     weights: Array
-    q8: bool = False
+    integers: bool = False
 
 
 @dataclass
@@ -75,7 +77,8 @@ def decode_matrix(raw: bytes, fmt: str, rows: int, cols: int) -> Array:
     out = np.zeros((n_tiles * 16, cols))
     for t in range(n_tiles):
         data = raw[t * tile : (t + 1) * tile]
-        out[16 * t : 16 * t + 16] = _decode_q8(data, cols) if fmt == "q8" else _decode_float(data, fmt, cols)
+        decode = _decode_integers if fmt in INTEGERS else _decode_float
+        out[16 * t : 16 * t + 16] = decode(data, fmt, cols)
     return out[:rows]
 
 
@@ -92,10 +95,16 @@ def _decode_float(data: bytes, fmt: str, cols: int) -> Array:
     return values.reshape(cols, 16).T.astype(np.float64)
 
 
-def _decode_q8(data: bytes, cols: int) -> Array:
+def _decode_integers(data: bytes, fmt: str, cols: int) -> Array:
     padded = -(-cols // 32) * 32
-    integers = np.frombuffer(data[: padded * 16], np.uint8).reshape(padded // 4, 16, 4).astype(np.float64) - 128
-    scales = _bf16(data[padded * 16 : padded * 17]).reshape(padded // 32, 16)
+    if fmt == "q8":
+        end = padded * 16
+        integers = np.frombuffer(data[:end], np.uint8).reshape(padded // 4, 16, 4).astype(np.float64) - 128
+    else:
+        end = padded * 8
+        pairs = np.frombuffer(data[:end], np.uint8).reshape(padded // 32, 1, 4, 16, 4)
+        integers = Q4_LEVELS[np.concatenate([pairs & 15, pairs >> 4], axis=1)].reshape(padded // 4, 16, 4)
+    scales = _bf16(data[end : end + padded]).reshape(padded // 32, 16)
     weights = integers.transpose(1, 0, 2).reshape(16, padded) * np.repeat(scales.T.astype(np.float64), 32, axis=1)
     assert not weights[:, cols:].any(), "padding is not zero"
     return weights[:, :cols]
@@ -103,7 +112,7 @@ def _decode_q8(data: bytes, cols: int) -> Array:
 
 def matrix_bytes(fmt: str, rows: int, cols: int) -> int:
     padded = -(-cols // 32) * 32
-    tile = {"f32": cols * 64, "bf16": cols * 32, "f16": cols * 32, "q8": padded * 17}[fmt]
+    tile = {"f32": cols * 64, "bf16": cols * 32, "f16": cols * 32, "q8": padded * 17, "q4": padded * 9}[fmt]
     return -(-rows // 16) * (-(-tile // 64) * 64)
 
 
@@ -130,7 +139,7 @@ def _tensors(raw: bytes, header: dict[str, Any]) -> Iterator[tuple[tuple[int, st
         if FORMATS[fmt] == "vector":
             yield key, Matrix(np.frombuffer(data, "<f4").reshape(rows, cols).astype(np.float64))
         else:
-            yield key, Matrix(decode_matrix(data, FORMATS[fmt], rows, cols), FORMATS[fmt] == "q8")
+            yield key, Matrix(decode_matrix(data, FORMATS[fmt], rows, cols), FORMATS[fmt] in INTEGERS)
 
 
 def _expert(data: bytes, header: dict[str, Any]) -> tuple[Matrix, Matrix, Matrix]:
@@ -138,14 +147,14 @@ def _expert(data: bytes, header: dict[str, Any]) -> tuple[Matrix, Matrix, Matrix
     matrices, position = [], 0
     for rows, cols in ((width, hidden), (width, hidden), (hidden, width)):
         n_bytes = matrix_bytes(fmt, rows, cols)
-        matrices.append(Matrix(decode_matrix(data[position : position + n_bytes], fmt, rows, cols), fmt == "q8"))
+        matrices.append(Matrix(decode_matrix(data[position : position + n_bytes], fmt, rows, cols), fmt in INTEGERS))
         position += n_bytes
     assert position == len(data)
     return matrices[0], matrices[1], matrices[2]
 
 
 def quantize_activations(x: Array) -> Array:
-    """The q8 rule for activations, in float32 where numerics.md says so; the values that the integers stand for."""
+    """The rule of q8 and q4, in float32 where numerics.md says so; the values that the integers stand for."""
     n_rows, cols = x.shape
     padded = np.zeros((n_rows, -(-cols // 32) * 32), np.float32)
     padded[:, :cols] = x
@@ -160,7 +169,7 @@ def quantize_activations(x: Array) -> Array:
 
 def apply(matrix: Matrix, x: Array) -> Array:
     """[n, cols] → [n, rows]"""
-    return (quantize_activations(x) if matrix.q8 else x) @ matrix.weights.T
+    return (quantize_activations(x) if matrix.integers else x) @ matrix.weights.T
 
 
 def rmsnorm(x: Array, weight: Array, eps: float) -> Array:

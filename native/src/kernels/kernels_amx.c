@@ -1,5 +1,5 @@
 /*
- * q8 matrices by AMX: a tile instruction forms the exact integer sums of 16 rows × 16 outputs over one group of 32 inputs, and the vector unit
+ * q8 and q4 matrices by AMX: a tile instruction forms the exact integer sums of 16 rows × 16 outputs over one group of 32 inputs, and the vector unit
  * scales and adds them as everywhere (docs/numerics.md). Whatever is not a whole block of rows, and every other format, goes to AVX-512, and
  * so does the rest of the table.
  *
@@ -51,20 +51,21 @@ static void configure(size_t n_part)
 struct chunk {
     _Alignas(64) int8_t q[CHUNK_GROUPS][Q8_GROUP_BYTES];
     _Alignas(64) float scales[CHUNK_GROUPS][COLIBRI_TILE_ROWS];
-    size_t n_groups;
+    size_t n_groups, group_bytes; /* in the file */
     const uint8_t *after; /* in the file: what comes next */
 };
 
-static void load_chunk(const uint8_t *q, const uint8_t *scales, size_t n, struct chunk *to)
+INLINE void load_chunk(uint32_t format, const uint8_t *q, const uint8_t *scales, size_t n, struct chunk *to)
 {
     const __m512i sign = _mm512_set1_epi8((char)0x80);
     for (size_t g = 0; g < n; g++) {
-        _Pragma("GCC unroll 8") for (int i = 0; i < Q8_GROUP_BYTES; i += 64)
-            _mm512_store_si512(to->q[g] + i, _mm512_xor_si512(_mm512_loadu_si512(q + g * Q8_GROUP_BYTES + i), sign));
-        vf_store(to->scales[g], vf_load_bf16(scales + g * Q8_SCALES_BYTES));
+        const weight_group group = group_load(q + g * group_bytes(format), format == COLIBRI_FMT_Q4);
+        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) _mm512_store_si512(to->q[g] + 64 * j, _mm512_xor_si512(group.quads[j], sign));
+        vf_store(to->scales[g], vf_load_bf16(scales + g * SCALES_BYTES));
     }
     to->n_groups = n;
-    to->after = q + n * Q8_GROUP_BYTES;
+    to->group_bytes = group_bytes(format);
+    to->after = q + n * to->group_bytes;
 }
 
 /* The integer sums of a group for all rows of the block. */
@@ -96,14 +97,14 @@ INLINE void add_group(int32_t (*sums)[COLIBRI_TILE_ROWS], const float *w_scales,
 
 INLINE void prefetch_behind(const struct chunk *chunk, size_t g)
 {
-    _Pragma("GCC unroll 8") for (size_t i = 0; i < Q8_GROUP_BYTES; i += 64)
-        __builtin_prefetch((const void *)((uintptr_t)chunk->after + g * Q8_GROUP_BYTES + i), 0, 2);
+    for (size_t i = 0; i < chunk->group_bytes; i += 64)
+        __builtin_prefetch((const void *)((uintptr_t)chunk->after + g * chunk->group_bytes + i), 0, 2);
 }
 
 /* One block of n (constant) rows by a chunk, into y; `first`: y holds nothing yet. The next group's sums are under way while a group is added. */
 INLINE void add_chunk(const struct chunk *chunk, const uint8_t *acts, int n, bool first, bool prefetch, float *y, size_t ldy)
 {
-    const size_t acts_bytes = (size_t)n * Q8_ACTS_BYTES;
+    const size_t acts_bytes = (size_t)n * INTEGER_ACTS_BYTES;
     _Alignas(64) int32_t sums[2][BLOCK][COLIBRI_TILE_ROWS];
     vf acc[BLOCK];
     _Pragma("GCC unroll 16") for (int r = 0; r < n; r++) acc[r] = first ? vf_set1(0) : vf_load(y + (size_t)r * ldy);
@@ -127,24 +128,27 @@ static void add_part(const struct chunk *chunk, const uint8_t *acts, size_t n, b
 }
 
 /* Rows, at least one block of them, by one tile. */
-static void multiply_tile(const uint8_t *weights, size_t k, const uint8_t *acts, size_t n_rows, float *y, size_t ldy)
+static void multiply_tile(uint32_t format, const uint8_t *weights, size_t k, const uint8_t *acts, size_t n_rows, float *y, size_t ldy)
 {
     const size_t groups = n_groups(k), n_whole = n_rows / BLOCK, n_part = n_rows % BLOCK;
-    const uint8_t *scales = weights + groups * Q8_GROUP_BYTES, *part = acts + n_whole * BLOCK * groups * Q8_ACTS_BYTES;
+    const uint8_t *scales = weights + groups * group_bytes(format), *part = acts + n_whole * BLOCK * groups * INTEGER_ACTS_BYTES;
     const size_t step = n_rows == BLOCK ? CHUNK_GROUPS_OF_ONE_BLOCK : CHUNK_GROUPS;
     struct chunk chunk;
     for (size_t g = 0; g < groups; g += step) {
-        load_chunk(weights + g * Q8_GROUP_BYTES, scales + g * Q8_SCALES_BYTES, smaller(groups - g, step), &chunk);
+        const uint8_t *q = weights + g * group_bytes(format), *q_scales = scales + g * SCALES_BYTES;
+        const size_t n = smaller(groups - g, step);
+        if (format == COLIBRI_FMT_Q4) load_chunk(COLIBRI_FMT_Q4, q, q_scales, n, &chunk);
+        else load_chunk(COLIBRI_FMT_Q8, q, q_scales, n, &chunk);
         for (size_t block = 0; block < n_whole; block++)
-            add_chunk(&chunk, acts + (block * groups + g) * BLOCK * Q8_ACTS_BYTES, BLOCK, g == 0, block == 0, y + block * BLOCK * ldy, ldy);
-        add_part(&chunk, part + g * n_part * Q8_ACTS_BYTES, n_part, g == 0, y + n_whole * BLOCK * ldy, ldy);
+            add_chunk(&chunk, acts + (block * groups + g) * BLOCK * INTEGER_ACTS_BYTES, BLOCK, g == 0, block == 0, y + block * BLOCK * ldy, ldy);
+        add_part(&chunk, part + g * n_part * INTEGER_ACTS_BYTES, n_part, g == 0, y + n_whole * BLOCK * ldy, ldy);
     }
 }
 
 void colibri_matmul_amx(uint32_t format, const void *weights, size_t tile_begin, size_t tile_end, size_t k, const void *acts, size_t n_rows, float *y,
                         size_t ldy)
 {
-    if (format != COLIBRI_FMT_Q8 || n_rows < BLOCK) {
+    if (!is_integer(format) || n_rows < BLOCK) {
         colibri_kernels_avx512vnni.matmul(format, weights, tile_begin, tile_end, k, acts, n_rows, y, ldy);
         return;
     }
@@ -154,7 +158,7 @@ void colibri_matmul_amx(uint32_t format, const void *weights, size_t tile_begin,
     for (size_t row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < 2 * set ? n_rows - row : set; /* a part does not go alone */
         for (size_t tile = tile_begin; tile < tile_end; tile++)
-            multiply_tile((const uint8_t *)weights + tile * tile_bytes, k, (const uint8_t *)acts + row * row_bytes, n,
+            multiply_tile(format, (const uint8_t *)weights + tile * tile_bytes, k, (const uint8_t *)acts + row * row_bytes, n,
                           y + row * ldy + tile * COLIBRI_TILE_ROWS, ldy);
     }
     _tile_release();

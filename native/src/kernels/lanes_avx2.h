@@ -8,15 +8,16 @@
 #include <string.h>
 
 #include "inline.h"
+#include "layout.h"
 
 #define LANES_INLINE KERNELS_INLINE
 
 /* Of 16 registers, 12 accumulate: 6 × 16 lanes. */
 #define WIDE_ACCUMULATORS 6
 #define WIDE_MOST_ROWS 6
-#define Q8_ACCUMULATORS 4
-#define Q8_MOST_ROWS 4
-#define Q8_ROWS 4
+#define DOT_ACCUMULATORS 4
+#define DOT_MOST_ROWS 4
+#define DOT_ROWS 4
 #define SCORE_QUERIES 2
 #define VALUE_ACCUMULATORS 4
 #define VALUE_QUERIES 2
@@ -112,8 +113,17 @@ LANES_INLINE uint32_t vi_largest(vi a)
 }
 
 /* A group would take all 16 registers: it stays in the first-level cache, and several rows share each load. */
-typedef struct { const uint8_t *bytes; } q8_group;
-LANES_INLINE q8_group q8_load(const uint8_t *bytes) { return (q8_group){bytes}; }
+typedef struct { const uint8_t *bytes; int packed; } weight_group;
+LANES_INLINE weight_group group_load(const uint8_t *bytes, int packed) { return (weight_group){bytes, packed}; }
+/* Half a quad: the bytes of 8 lanes. */
+LANES_INLINE __m256i group_half(weight_group w, int j, int half)
+{
+    __m256i stored = _mm256_loadu_si256((const void *)(w.bytes + 64 * (w.packed ? j % 4 : j) + 32 * half));
+    if (!w.packed) return stored;
+    if (j >= 4) stored = _mm256_srli_epi32(stored, 4);
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)q4_bytes));
+    return _mm256_shuffle_epi8(levels, _mm256_and_si256(stored, _mm256_set1_epi8(15)));
+}
 
 LANES_INLINE __m256i broadcast_quad(const void *p)
 {
@@ -122,7 +132,7 @@ LANES_INLINE __m256i broadcast_quad(const void *p)
     return _mm256_set1_epi32(quad);
 }
 
-LANES_INLINE void q8_dot(q8_group w, const int8_t *q, const uint8_t *correction, int n, vi *sum)
+LANES_INLINE void group_dot(weight_group w, const int8_t *q, const uint8_t *correction, int n, vi *sum)
 {
     _Pragma("GCC unroll 4") for (int r = 0; r < n; r++)
     {
@@ -134,7 +144,7 @@ LANES_INLINE void q8_dot(q8_group w, const int8_t *q, const uint8_t *correction,
 #endif
     }
     _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) {
-        __m256i low = _mm256_loadu_si256((const void *)(w.bytes + 64 * j)), high = _mm256_loadu_si256((const void *)(w.bytes + 64 * j + 32));
+        __m256i low = group_half(w, j, 0), high = group_half(w, j, 1);
 #ifdef __AVXVNNI__
         _Pragma("GCC unroll 4") for (int r = 0; r < n; r++) {
             __m256i quad = broadcast_quad(q + 32 * r + 4 * j);

@@ -8,15 +8,16 @@
 #include <string.h>
 
 #include "inline.h"
+#include "layout.h"
 
 #define LANES_INLINE KERNELS_INLINE
 
 /* Of 32 registers, 16 accumulate: twice what hides the latency of an fma on two ports; a group of weights takes 8 more. */
 #define WIDE_ACCUMULATORS 16
 #define WIDE_MOST_ROWS 16
-#define Q8_ACCUMULATORS 4
-#define Q8_MOST_ROWS 16
-#define Q8_ROWS 4 /* independent sums together: a chain of 8 dpbusd is 40 cycles long */
+#define DOT_ACCUMULATORS 4
+#define DOT_MOST_ROWS 16
+#define DOT_ROWS 4 /* independent sums together: a chain of 8 dpbusd is 40 cycles long */
 #define SCORE_QUERIES 8
 #define VALUE_ACCUMULATORS 16
 #define VALUE_QUERIES 8
@@ -80,11 +81,16 @@ LANES_INLINE uint32_t vi_sum(vi a) { return (uint32_t)_mm512_reduce_add_epi32(a)
 LANES_INLINE uint32_t vi_largest(vi a) { return _mm512_reduce_max_epu32(a); }
 
 /* The group stays in registers over all rows of a block. */
-typedef struct { __m512i quads[8]; } q8_group;
-LANES_INLINE q8_group q8_load(const uint8_t *bytes)
+typedef struct { __m512i quads[8]; } weight_group;
+LANES_INLINE weight_group group_load(const uint8_t *bytes, int packed)
 {
-    q8_group w;
-    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) w.quads[j] = _mm512_loadu_si512(bytes + 64 * j);
+    weight_group w;
+    const __m512i half = _mm512_set1_epi8(15), levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)q4_bytes));
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) {
+        __m512i stored = _mm512_loadu_si512(bytes + 64 * (packed ? j % 4 : j));
+        if (packed && j >= 4) stored = _mm512_srli_epi32(stored, 4);
+        w.quads[j] = packed ? _mm512_shuffle_epi8(levels, _mm512_and_si512(stored, half)) : stored;
+    }
     return w;
 }
 
@@ -95,7 +101,7 @@ LANES_INLINE __m512i broadcast_quad(const void *p)
     return _mm512_set1_epi32(quad);
 }
 
-LANES_INLINE void q8_dot(q8_group w, const int8_t *q, const uint8_t *correction, int n, vi *sum)
+LANES_INLINE void group_dot(weight_group w, const int8_t *q, const uint8_t *correction, int n, vi *sum)
 {
     _Pragma("GCC unroll 8") for (int r = 0; r < n; r++) sum[r] = broadcast_quad(correction + 4 * r);
     _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "inline.h"
+#include "layout.h"
 
 #if FLT_EVAL_METHOD != 0
 #error "float arithmetic must be done in float: x87 registers round twice"
@@ -26,9 +27,9 @@
  * load of weights, K or V. Here 16 lanes alone are more than fits. */
 #define WIDE_ACCUMULATORS 1
 #define WIDE_MOST_ROWS 1
-#define Q8_ACCUMULATORS 1
-#define Q8_MOST_ROWS 1
-#define Q8_ROWS 1 /* of one q8_dot */
+#define DOT_ACCUMULATORS 1
+#define DOT_MOST_ROWS 1
+#define DOT_ROWS 1 /* of one group_dot */
 #define SCORE_QUERIES 1
 #define VALUE_ACCUMULATORS 1
 #define VALUE_QUERIES 1
@@ -138,19 +139,25 @@ LANES_INLINE float vf_tree_max(vf a)
     return a.x[0];
 }
 
-/* One group of a q8 tile: [8][16][4] unsigned bytes. */
-typedef struct { const uint8_t *bytes; } q8_group;
-LANES_INLINE q8_group q8_load(const uint8_t *bytes) { return (q8_group){bytes}; }
+/* One group of a tile: [8][16][4] unsigned bytes; packed, that is q4, [4][16][4] of which lower halves are the first four quads, upper the last. */
+typedef struct { const uint8_t *bytes; int packed; } weight_group;
+LANES_INLINE weight_group group_load(const uint8_t *bytes, int packed) { return (weight_group){bytes, packed}; }
+LANES_INLINE int group_byte(weight_group w, int j, int at)
+{
+    if (!w.packed) return w.bytes[64 * j + at];
+    int pair = w.bytes[64 * (j % 4) + at];
+    return q4_bytes[j < 4 ? pair & 15 : pair >> 4];
+}
 
 /* sum[r] = Σ (weight byte − 128) × q[r], for n rows of 32 integers; correction[r] = −128 × Σ q[r], as the layout has it. */
-LANES_INLINE void q8_dot(q8_group w, const int8_t *q, const uint8_t *correction, int n, vi *sum)
+LANES_INLINE void group_dot(weight_group w, const int8_t *q, const uint8_t *correction, int n, vi *sum)
 {
     for (int r = 0; r < n; r++) {
         uint32_t start;
         memcpy(&start, correction + 4 * r, 4);
         vi s = vi_set1(start);
         for (int j = 0; j < 8; j++)
-            EACH_LANE for (int b = 0; b < 4; b++) s.x[i] += (uint32_t)(w.bytes[64 * j + 4 * i + b] * q[32 * r + 4 * j + b]);
+            EACH_LANE for (int b = 0; b < 4; b++) s.x[i] += (uint32_t)(group_byte(w, j, 4 * i + b) * q[32 * r + 4 * j + b]);
         sum[r] = s;
     }
 }

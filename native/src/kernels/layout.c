@@ -15,7 +15,8 @@ size_t colibri_tile_bytes(uint32_t format, size_t k)
     case COLIBRI_FMT_F32: return k * COLIBRI_TILE_ROWS * sizeof(float);
     case COLIBRI_FMT_BF16:
     case COLIBRI_FMT_F16: return round_up(k * COLIBRI_TILE_ROWS * sizeof(uint16_t), 64);
-    case COLIBRI_FMT_Q8: return round_up(n_groups(k) * (Q8_GROUP_BYTES + Q8_SCALES_BYTES), 64);
+    case COLIBRI_FMT_Q8:
+    case COLIBRI_FMT_Q4: return round_up(n_groups(k) * (group_bytes(format) + SCALES_BYTES), 64);
     default: return 0;
     }
 }

@@ -71,6 +71,7 @@ static void try_f32(const struct colibri_kernels *f, struct outcome *o) { multip
 static void try_bf16(const struct colibri_kernels *f, struct outcome *o) { multiply(f, COLIBRI_FMT_BF16, o); }
 static void try_f16(const struct colibri_kernels *f, struct outcome *o) { multiply(f, COLIBRI_FMT_F16, o); }
 static void try_q8(const struct colibri_kernels *f, struct outcome *o) { multiply(f, COLIBRI_FMT_Q8, o); }
+static void try_q4(const struct colibri_kernels *f, struct outcome *o) { multiply(f, COLIBRI_FMT_Q4, o); }
 
 static void try_rmsnorm(const struct colibri_kernels *f, struct outcome *o) { o->number = (uint64_t)f->rmsnorm(problem.x[0], problem.y[0], K, 1e-6f, o->out[0]); }
 static void try_rope(const struct colibri_kernels *f, struct outcome *o)
@@ -123,6 +124,7 @@ static const char *compare(const struct colibri_kernels *table, const struct col
         {try_bf16, "differs from scalar in bf16 matrices"},
         {try_f16, "differs from scalar in f16 matrices"},
         {try_q8, "differs from scalar in q8 matrices"},
+        {try_q4, "differs from scalar in q4 matrices"},
         {try_rmsnorm, "differs from scalar in the norm"},
         {try_rope, "differs from scalar in the rotary embedding"},
         {try_elementwise, "differs from scalar in element-wise functions"},
