@@ -6,6 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "context.h"
 
@@ -15,6 +16,8 @@
 #define EXTRA_SLOTS 128u
 #define DEFAULT_ROWS 512u
 #define DEFAULT_LOGITS 8u
+/* A multiple of it is aligned for huge pages wherever the smallest of them has 2 MiB. */
+#define HUGE_PAGE_BYTES ((size_t)2 << 20)
 
 struct arena {
     uint8_t *base; /* NULL while measuring */
@@ -201,6 +204,23 @@ static void lay_out(struct colibri_context *ctx, struct arena *arena) {
     lay_out_threads(ctx, arena);
 }
 
+/*
+ * Address space that begins where a huge page may, and asks for such pages: a head's K and V of neighbouring pages lie megabytes apart, so with
+ * small ones nearly every line that attention reads would cost a walk through the page tables as well. Refused or not, it is memory.
+ */
+static void *map_memory(size_t bytes) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), used = colibri_round_up(bytes, page), reserved = used + HUGE_PAGE_BYTES;
+    uint8_t *base = mmap(NULL, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) return NULL;
+    size_t before = (HUGE_PAGE_BYTES - (uintptr_t)base % HUGE_PAGE_BYTES) % HUGE_PAGE_BYTES, after = reserved - before - used;
+    if (before) munmap(base, before);
+    if (after) munmap(base + before + used, after);
+#ifdef MADV_HUGEPAGE
+    (void)madvise(base + before, used, MADV_HUGEPAGE);
+#endif
+    return base + before;
+}
+
 /* Maps what `plan` needs and builds the context at its beginning. */
 static int map_context(const struct colibri_context *plan, struct colibri_context **out, struct colibri_error error) {
     struct colibri_context measured = *plan;
@@ -209,8 +229,8 @@ static int map_context(const struct colibri_context *plan, struct colibri_contex
     lay_out(&measured, &arena);
     if (arena.too_large) return colibri_fail(error, COLIBRI_E_NOMEM, "the context is larger than the address space");
     size_t bytes = arena.used;
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %zu bytes for the context: %s", bytes, strerror(errno));
+    void *memory = map_memory(bytes);
+    if (!memory) return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %zu bytes for the context: %s", bytes, strerror(errno));
 
     struct colibri_context *ctx = memory;
     *ctx = *plan;

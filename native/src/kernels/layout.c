@@ -35,9 +35,11 @@ size_t colibri_acts_bytes(uint32_t format, size_t n_rows, size_t k)
 
 size_t colibri_attention_scratch(size_t n_queries, size_t head_dim)
 {
-    size_t queries = round_up(n_queries * head_dim, 16);
-    size_t statistics = 3 * round_up(n_queries, 16);
+    size_t width = round_up(head_dim, 16);
+    size_t queries = n_queries * head_dim;
+    size_t statistics = 5 * (round_up(n_queries, 16) + 16);
     size_t scores = n_queries * COLIBRI_PAGE_TOKENS;
-    size_t widened_k_and_v = 2 * head_dim * COLIBRI_PAGE_TOKENS;
-    return queries + statistics + scores + widened_k_and_v;
+    size_t sums = n_queries * width;
+    size_t widened_k_and_v = (head_dim + width) * COLIBRI_PAGE_TOKENS;
+    return queries + statistics + scores + sums + widened_k_and_v;
 }
