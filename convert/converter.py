@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from colibri.native import Model, NativeError, checksum
+from colibri.native import Model, NativeError, OutOfMemory, checksum
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, WeightSource, read_json
 from .config import Config
-from .errors import TensorError, UnsupportedModel
+from .errors import OutputError, TensorError, UnsupportedModel
 from .families import find
 from .format import (
     HEADER,
@@ -360,6 +360,9 @@ def _open_once(path: Path) -> None:
     """The engine has the last word: a file that it would refuse does not get its name."""
     try:
         Model(path).close()
+    except OutOfMemory as error:
+        hint = "raise the limit of address space: ulimit -v"
+        raise OutputError(f"there is no memory to open what was written: {error}", hint=hint) from None
     except NativeError as error:
         raise UnsupportedModel(f"the engine cannot run this model: {error}") from None
 

@@ -7,7 +7,7 @@ from importlib import metadata
 import click
 
 from .chat import chat
-from .command import SETTINGS
+from .command import SETTINGS, Commands
 from .demo import demo
 from .files import convert, inspect
 from .generate import detokenize, generate, score, tokenize
@@ -22,7 +22,7 @@ def _version() -> str:
         return "unknown"
 
 
-@click.group(context_settings=SETTINGS)
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(_version(), prog_name="colibrictl")
 def cli() -> None:
     """Talks to colibrid, which runs Mixture-of-Experts language models; makes and inspects model files.

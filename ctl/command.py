@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.resources
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -21,7 +24,37 @@ EXIT_INTERRUPTED = 130  # as shells say for SIGINT
 # Underscores in names are as good as hyphens.
 SETTINGS = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
+MEMORY_HINT = "free memory, or raise the limit: ulimit -v, or LimitAS= and MemoryMax= of its unit"
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Commands(click.Group):
+    """A group that tells wrong usage as JSON where that was asked for."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        self._as_json = "--json" in takewhile(lambda arg: arg != "--", args)
+        with _usage_errors(self._as_json):
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _usage_errors(self._as_json):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_errors(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        if not as_json:
+            raise
+        wire = {"type": "usage_error", "message": error.format_message()}
+        if error.ctx is not None:
+            wire |= {"where": error.ctx.command_path, "hint": f"{error.ctx.command_path} --help"}
+        fail(wire, "", True, error.exit_code)
 
 
 def offline(function: F) -> F:
@@ -37,9 +70,13 @@ def offline(function: F) -> F:
             raise SystemExit(EXIT_INTERRUPTED) from None
         except colibri.ColibriError as error:
             fail(error.to_wire(), str(error), as_json, exit_code(error))
+        except MemoryError as error:
+            fail_for_memory(str(error), as_json)
         except OSError as error:
             if isinstance(error, BrokenPipeError):  # `colibrictl … | head`: click ends quietly
                 raise
+            if error.errno == errno.ENOMEM:
+                fail_for_memory(str(error), as_json)
             words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             fail({"type": "os_error", "message": words}, words, as_json, EXIT_ERROR)
 
@@ -82,6 +119,13 @@ def fail(wire: dict[str, Any], line: str, as_json: bool, code: int) -> NoReturn:
     else:
         click.echo(f"colibrictl: {' '.join(line.split())}", err=True)
     raise SystemExit(code)
+
+
+def fail_for_memory(words: str, as_json: bool) -> NoReturn:
+    """Memory that the system, or a limit set for the process, does not give."""
+    words = words or "no memory"
+    wire = {"type": "out_of_memory", "message": words, "hint": MEMORY_HINT}
+    fail(wire, f"{words} ({MEMORY_HINT})", as_json, EXIT_ERROR)
 
 
 def text_or_stdin(text: str | None, what: str) -> str:

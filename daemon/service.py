@@ -41,7 +41,7 @@ from colibri.daemon.socket_path import SocketInUse, SocketPath
 from colibri.daemon.template import ChatEncoder
 from colibri.daemon.text import Tokenizer
 from colibri.kvstore import DataDir, StoreError
-from colibri.native import NUMERICS_VERSION, PAGE_TOKENS, Context, Model, NativeError
+from colibri.native import NUMERICS_VERSION, PAGE_TOKENS, Context, Model, NativeError, OutOfMemory
 from colibri.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION
 from colibri.protocol import messages as wire
 from colibri.protocol.connection import MAX_REQUESTS_PER_CONNECTION
@@ -54,6 +54,7 @@ _ELEMENT_BYTES = {"f16": 2, "f32": 4}
 _EXECUTOR_THREADS = 4
 # Pages are numbered in 32 bits, with a sign.
 _MAX_PAGES = (1 << 31) - 1
+_MEMORY_HINT = "lower --kv-ram, or raise the limit: ulimit -v, or LimitAS= of its unit"
 # After cancelling, for turns to be saved, and for the engine to end its step and save pages.
 _SAVE_TIMEOUT_S = 20.0
 
@@ -125,6 +126,8 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         data = stack.enter_context(DataDir(config.data_dir, budget_bytes=config.kv_disk_bytes))
         context = _open_context(config, model)
         stack.callback(context.close)
+    except (OutOfMemory, MemoryError) as error:
+        raise CannotStart(f"{str(error) or 'no memory'} ({_MEMORY_HINT})") from error
     except (BadPassedSocket, SocketInUse, NativeError, StoreError, OSError, ValueError) as error:
         raise CannotStart(str(error)) from error
     key = numerics_key(model.info.fingerprint, kv_format=config.kv_format, version=NUMERICS_VERSION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -73,23 +74,56 @@ def test_a_daemon_that_goes_away_is_3_after_the_text_that_came(ctl: Ctl, daemon:
     assert result.stderr.startswith("colibrictl: the daemon")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nonsense"],
-        ["generate", "--nonsense"],
-        ["generate", "a", "--top-p", "2"],
-        ["generate", "a", "--max-tokens", "many"],
-        ["detokenize", "x"],
-        ["score", "a", "--tokens", "1"],
-        ["sessions", "truncate", "a", "-1"],
-    ],
-    ids=" ".join,
-)
+WRONG_USAGE = [
+    ["nonsense"],
+    ["generate", "--nonsense"],
+    ["generate", "a", "--top-p", "2"],
+    ["generate", "a", "--max-tokens", "many"],
+    ["detokenize", "x"],
+    ["score", "a", "--tokens", "1"],
+    ["sessions", "truncate", "a", "-1"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG_USAGE, ids=" ".join)
 def test_wrong_usage_is_2(ctl: Ctl, arguments: list[str]) -> None:
     result = ctl(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", WRONG_USAGE, ids=" ".join)
+def test_wrong_usage_as_json_is_the_only_output(ctl: Ctl, arguments: list[str]) -> None:
+    result = ctl(*arguments, "--json")
+    assert (result.exit_code, result.stderr) == (2, "")
+    wire = json.loads(result.stdout)["error"]
+    assert wire["type"] == "usage_error"
+    assert wire["message"]
+    assert wire["hint"] == f"{wire['where']} --help"
+
+
+def test_json_behind_two_hyphens_is_text(ctl: Ctl, daemon: FakeDaemon) -> None:
+    result = ctl("generate", "--nonsense", "--", "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("3 GiB"), OSError(errno.ENOMEM, "3 GiB")], ids=lambda error: type(error).__name__
+)
+def test_memory_that_is_not_given_is_told_with_a_remedy(
+    ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("colibri.convert.inspect", fail)
+    result = ctl("inspect", str(tmp_path / "m"))
+    assert result.exit_code == 1
+    assert "3 GiB (free memory, or raise the limit: ulimit -v" in result.stderr
+    wire = json.loads(ctl("inspect", str(tmp_path / "m"), "--json").stdout)["error"]
+    assert wire["type"] == "out_of_memory"
+    assert "ulimit -v" in wire["hint"]
 
 
 def test_ctrl_c_is_130_and_keeps_the_text_that_came(

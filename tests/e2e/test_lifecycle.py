@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from colibri.protocol import Token
 from colibri.protocol import messages as wire
 from colibri.protocol.errors import ConnectionLost, ShuttingDown
-from support.daemon import GREEDY, DaemonProcess, WireClient, chat
+from support.daemon import GREEDY, TIMEOUT_S, DaemonProcess, WireClient, chat
 
 
 def long_reply(**fields: object) -> wire.Generate:
@@ -88,6 +89,17 @@ def test_an_option_that_cannot_be_is_refused_in_words(
     with pytest.raises(RuntimeError, match=words) as caught:
         DaemonProcess(tiny_model_path, tmp_path, *options).start()
     assert "Traceback" not in str(caught.value)
+
+
+def test_a_limit_of_address_space_is_told_with_a_remedy(tiny_model_path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "colibri.daemon.main", "--model", str(tiny_model_path), "--kv-ram", "64GiB"]
+    command += ["--socket", str(tmp_path / "c.sock"), "--data-dir", str(tmp_path / "data")]
+    limited = ["sh", "-c", 'ulimit -v 8388608; exec "$@"', "sh", *command]  # 8 GiB
+    result = subprocess.run(limited, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 1
+    assert "bytes for the context" in result.stderr
+    assert "lower --kv-ram, or raise the limit: ulimit -v" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.fixture
