@@ -2,6 +2,7 @@
 
     python -m colibri.bench.quality f32.colibri bf16.colibri q8.colibri     # the first is the reference
     python -m colibri.bench.quality --gates f32.colibri                     # against itself with its gates rounded
+    python -m colibri.bench.quality --llama-cpp MODEL.gguf f32.colibri      # against llama.cpp's formats of the same
 
 Both models read the same tokens (the reference's tokenizer, `quality_text.txt` unless told otherwise) and at every
 position are asked for all logits and for the experts that they chose:
@@ -12,12 +13,14 @@ position are asked for all logits and for the experts that they chose:
     perplexity of each model on the text; it says little about rounding, and much about whether the text suits the model
 
 The reference keeps its KV in f32, and so do the others unless --kv-format says what else to try. Distributions are
-computed in float64 from the engine's float32 logits.
+computed in float64 from the engine's float32 logits. llama.cpp quantises the GGUF file itself, from whatever it holds;
+it does not tell which experts it chose.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import tempfile
@@ -50,6 +53,7 @@ CHUNK_ROWS = 64  # positions at a time: their logits in float64, twice, are what
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Routing = npt.NDArray[np.int32]
+Chunk = tuple[Floats, Routing | None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Agreement:
     top1: float
     kl_mean: float
     kl_largest: float
-    routing: float
+    routing: float | None  # None where it is not known
     perplexity: float
     reference_perplexity: float
 
@@ -80,7 +84,7 @@ def read_text(path: Path, tokenizer: str, most: int) -> list[int]:
     return ids[:most]
 
 
-def run(model: Model, tokens: Sequence[int], kv_format: str) -> Iterator[tuple[Floats, Routing]]:
+def run(model: Model, tokens: Sequence[int], kv_format: str) -> Iterator[Chunk]:
     """Logits [n, vocabulary] and experts [n, n_layers, top_k] of the text, CHUNK_ROWS positions after another."""
     n_pages = -(-len(tokens) // PAGE_TOKENS)
     with closing(
@@ -107,9 +111,7 @@ class Tally:
         self.n = self.n_same_top = self.n_same_experts = self.n_choices = self.n_targets = 0
         self.kl = self.kl_largest = self.logprob = self.reference_logprob = 0.0
 
-    def add(
-        self, expected: tuple[Floats, Routing], actual: tuple[Floats, Routing], targets: npt.NDArray[np.int64]
-    ) -> None:
+    def add(self, expected: Chunk, actual: Chunk, targets: npt.NDArray[np.int64]) -> None:
         """One chunk of both models. targets: the tokens that follow, one fewer at the end of the text."""
         p, q = log_softmax(expected[0]), log_softmax(actual[0])
         kl = np.sum(np.exp(p) * (p - q), axis=1)
@@ -117,14 +119,20 @@ class Tally:
         self.kl += float(kl.sum())
         self.kl_largest = max(self.kl_largest, float(kl.max()))
         self.n_same_top += int(np.sum(p.argmax(axis=1) == q.argmax(axis=1)))
-        has_experts = expected[1][:, :, 0] >= 0  # not in dense layers
-        same = (np.sort(expected[1], axis=2) == np.sort(actual[1], axis=2)).all(axis=2)
-        self.n_same_experts += int(np.sum(same & has_experts))
-        self.n_choices += int(np.sum(has_experts))
+        if expected[1] is not None and actual[1] is not None:
+            has_experts = expected[1][:, :, 0] >= 0  # not in dense layers
+            same = (np.sort(expected[1], axis=2) == np.sort(actual[1], axis=2)).all(axis=2)
+            self.n_same_experts += int(np.sum(same & has_experts))
+            self.n_choices += int(np.sum(has_experts))
         rows = np.arange(len(targets))
         self.n_targets += len(targets)
         self.logprob += float(q[rows, targets].sum())
         self.reference_logprob += float(p[rows, targets].sum())
+
+    def add_all(self, expected: Iterator[Chunk], actual: Iterator[Chunk], tokens: Sequence[int]) -> None:
+        following = np.array(tokens[1:], np.int64)
+        for one, other in zip(expected, actual, strict=True):
+            self.add(one, other, following[self.n : self.n + CHUNK_ROWS])
 
     def agreement(self, name: str) -> Agreement:
         n_targets = max(self.n_targets, 1)
@@ -134,7 +142,7 @@ class Tally:
             top1=self.n_same_top / self.n,
             kl_mean=self.kl / self.n,
             kl_largest=self.kl_largest,
-            routing=self.n_same_experts / max(self.n_choices, 1),
+            routing=self.n_same_experts / self.n_choices if self.n_choices else None,
             perplexity=float(np.exp(-self.logprob / n_targets)),
             reference_perplexity=float(np.exp(-self.reference_logprob / n_targets)),
         )
@@ -149,11 +157,64 @@ def compare(
         shape = [(m.info.vocabulary, m.info.n_layers, m.info.n_experts, m.info.top_k) for m in (one, two)]
         if shape[0] != shape[1]:
             raise ValueError(f"{other} is not the model of {reference}: (vocabulary, layers, experts, top-k) differ")
-        following = np.array(tokens[1:], np.int64)
-        for expected, actual in zip(run(one, tokens, "f32"), run(two, tokens, kv_format), strict=True):
-            targets = following[tally.n : tally.n + CHUNK_ROWS]
-            tally.add(expected, actual, targets)
+        tally.add_all(run(one, tokens, "f32"), run(two, tokens, kv_format), tokens)
     return tally.agreement(name or other.name)
+
+
+# ---- llama.cpp ----
+
+# What it does of itself, and ("pure") the format for every matrix: it gives more bits to an embedding that is the head.
+LLAMA_CPP_TYPES = {"F32": (0, True), "Q8_0": (7, False), "Q4_0": (2, False), "pure Q4_0": (2, True)}
+
+
+def run_llama_cpp(path: Path, tokens: Sequence[int]) -> Iterator[Chunk]:
+    """What run() gives, of a GGUF file, with KV in f32."""
+    import llama_cpp
+
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = align(len(tokens), 256)
+    params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+    context = model and llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise ValueError(f"{path}: llama.cpp cannot open it")
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    try:
+        for begin in range(0, len(tokens), CHUNK_ROWS):
+            rows = tokens[begin : begin + CHUNK_ROWS]
+            batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
+            batch.n_tokens = len(rows)
+            for i, token in enumerate(rows):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, begin + i, 1
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            status = llama_cpp.llama_decode(context, batch)
+            llama_cpp.llama_batch_free(batch)
+            if status != 0:
+                raise ArithmeticError(f"{path}: llama_decode gave {status} at position {begin}")
+            logits = llama_cpp.llama_get_logits(context)
+            yield np.ctypeslib.as_array(logits, (len(rows), vocabulary)).copy(), None
+    finally:
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+
+
+def compare_llama_cpp(reference: Path, source: Path, tokens: Sequence[int]) -> list[Agreement]:
+    """The reference against a GGUF file of the same model, quantised anew by llama.cpp to each of LLAMA_CPP_TYPES."""
+    import llama_cpp
+
+    results = []
+    with Model(reference) as model, tempfile.TemporaryDirectory(dir=reference.parent, prefix="gguf-") as folder:
+        for name, (file_type, pure) in LLAMA_CPP_TYPES.items():
+            params = llama_cpp.llama_model_quantize_default_params()
+            params.ftype, params.pure, params.allow_requantize = file_type, pure, True
+            out = Path(folder, "model.gguf")
+            status = llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params))
+            if status != 0:
+                raise ValueError(f"{source}: llama.cpp cannot quantise it to {name}")
+            tally = Tally()
+            tally.add_all(run(model, tokens, "f32"), run_llama_cpp(out, tokens), tokens)
+            results.append(tally.agreement(f"llama.cpp {name}, {out.stat().st_size >> 20} MiB"))
+    return results
 
 
 # ---- gates, rounded ----
@@ -214,7 +275,8 @@ def table_of(results: Sequence[Agreement]) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.name} | {r.top1:.2%} | {r.kl_mean:.2e} | {r.kl_largest:.2e} | {r.routing:.2%} | {r.perplexity:.4f} |"
+        f"| {r.name} | {r.top1:.2%} | {r.kl_mean:.2e} | {r.kl_largest:.2e} "
+        f"| {'' if r.routing is None else f'{r.routing:.2%}'} | {r.perplexity:.4f} |"
         for r in results
     ]
     return "\n".join(lines)
@@ -225,13 +287,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("reference", type=Path, help="the .colibri file that the others are held against")
     parser.add_argument("others", type=Path, nargs="*", help="files of the same model in other formats")
     parser.add_argument("--gates", action="store_true", help="compare the reference with itself, its gates rounded")
+    parser.add_argument("--llama-cpp", type=Path, metavar="GGUF", help="compare with llama.cpp's formats of this file")
     parser.add_argument("--text", type=Path, default=TEXT, help="what is read (default: quality_text.txt)")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="at most so many tokens of it (default: all)")
     parser.add_argument("--kv-format", default="f32", choices=["f32", "f16"], help="of the others (default: f32)")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args(arguments)
-    if not options.others and not options.gates:
-        parser.error("give files to compare, or --gates")
+    if not options.others and not options.gates and not options.llama_cpp:
+        parser.error("give files to compare, --gates, or --llama-cpp")
     return options
 
 
@@ -243,6 +306,8 @@ def main(arguments: Sequence[str]) -> int:
     results = [compare(options.reference, other, tokens, kv_format=options.kv_format) for other in options.others]
     if options.gates:
         results += compare_gates(options.reference, tokens)
+    if options.llama_cpp:
+        results += compare_llama_cpp(options.reference, options.llama_cpp, tokens)
     print(f"{options.reference.name}, {results[0].n_tokens} tokens, perplexity {results[0].reference_perplexity:.4f}\n")
     print(table_of(results))
     if options.json:

@@ -12,21 +12,7 @@ from colibri.bench.models import SHAPES, RandomWeights, full_config, make_model,
 from colibri.convert import inspect
 from colibri.native import Model
 from support import engine
-
-TINY_OLMOE = {
-    "model_type": "olmoe",
-    "hidden_size": 64,
-    "vocab_size": 320,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 32,
-    "norm_topk_prob": False,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-}
+from support.tiny_olmoe import TINY_OLMOE
 
 
 def random_weights(folder: Path, config: dict[str, object]) -> RandomWeights:

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from colibri.bench import quality
+from colibri.bench.models import RandomWeights, write_checkpoint
+from colibri.convert import convert
 from colibri.native import Model
 from support import engine, reference_cases, reference_model
+from support.tiny_olmoe import TINY_OLMOE
 
 N_TOKENS = 100  # more than a chunk, and no whole number of them
 
@@ -106,3 +109,17 @@ def test_the_texts_are_long_enough(name: str, tiny_model_path: Path) -> None:
     assert len(text.split()) > 900
     with Model(tiny_model_path) as model:
         assert len(quality.read_text(quality.TEXT.with_name(name), model.json["tokenizer"], 1000)) == 1000
+
+
+def test_llama_cpp_gives_the_logits_of_the_same_model_and_its_formats_cost_something(tmp_path: Path) -> None:
+    gguf_model = pytest.importorskip("colibri.bench.gguf_model", reason="the extra `bench` is not installed")
+    pytest.importorskip("llama_cpp", reason="the extra `bench` is not installed")
+    write_checkpoint(tmp_path / "tiny", TINY_OLMOE)
+    weights = RandomWeights(tmp_path / "tiny")
+    gguf_model.write_gguf(tmp_path / "x.gguf", weights, "olmoe", "f16")
+    convert(tmp_path / "tiny", tmp_path / "x.colibri", quantize="f16", open_weights=RandomWeights)
+    found = quality.compare_llama_cpp(tmp_path / "x.colibri", tmp_path / "x.gguf", list(range(70)))
+    by_name = dict(zip(quality.LLAMA_CPP_TYPES, found, strict=True))
+    assert by_name["F32"].kl_mean < 1e-5
+    assert by_name["F32"].kl_mean < by_name["Q8_0"].kl_mean < by_name["pure Q4_0"].kl_mean
+    assert all(agreement.n_tokens == 70 and agreement.routing is None for agreement in found)
