@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 # meson-python and the editable install look for meson and ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 NATIVE := build/native
-PYTEST := $(BIN)/python -m pytest
+# Imported once before, as that rebuilds the engine where its sources changed: workers of one run would all do it at the same time.
+PYTEST := $(BIN)/python -c 'import colibri.native' && $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-native test-python test-all test-oracle test-compilers test-sanitizers test-aarch64 lint format bench clean

@@ -77,7 +77,14 @@ LANES_INLINE float vf_tree_max(vf a)
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
-LANES_INLINE uint32_t vi_sum(vi a) { return (uint32_t)_mm512_reduce_add_epi32(a); }
+/* By additions that wrap: gcc's own reduction adds signed integers, for which passing 2^31 is undefined. */
+LANES_INLINE uint32_t vi_sum(vi a)
+{
+    __m256i b = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+    __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    c = _mm_add_epi32(c, _mm_unpackhi_epi64(c, c));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 1)));
+}
 LANES_INLINE uint32_t vi_largest(vi a) { return _mm512_reduce_max_epu32(a); }
 
 /* The group stays in registers over all rows of a block. */
