@@ -62,6 +62,11 @@ enum {
 
 enum { COLIBRI_KV_F32 = 1, COLIBRI_KV_F16 = 2 };
 
+/* How weights come into memory. Mapped: when they are first used, shared with other processes, and given up when memory is short. Read: all at
+ * open, into memory of the process, for file systems where mapping is bad. The last: all but the experts, which stay mapped, for contexts with
+ * expert_ram_bytes. */
+enum { COLIBRI_WEIGHTS_MAP = 0, COLIBRI_WEIGHTS_READ = 1, COLIBRI_WEIGHTS_READ_TRUNK = 2 };
+
 /* What a row of a batch is for. Both bits may be set. */
 enum { COLIBRI_ROW_NONE = 0, COLIBRI_ROW_LOGITS = 1, COLIBRI_ROW_SCORE = 2 };
 
@@ -82,6 +87,11 @@ typedef struct colibri_model_info {
     int32_t end_tokens[16];
     uint32_t n_shards; /* files beside this one that hold the experts; 1: none, they are in it */
 } colibri_model_info_t;
+
+typedef struct colibri_model_options {
+    size_t struct_bytes;
+    uint32_t weights; /* COLIBRI_WEIGHTS_* */
+} colibri_model_options_t;
 
 typedef struct colibri_context_options {
     size_t struct_bytes;
@@ -150,6 +160,8 @@ COLIBRI_API const char *colibri_isa_name(size_t i);
 /* Opens a model: reads and checks the header and tables, maps the rest without touching it. On failure *out is NULL and `err`
  * (may be NULL) has a sentence with the path, what is wrong and, for sizes, expected and actual. E_IO, E_FORMAT, E_UNSUPPORTED. */
 COLIBRI_API int colibri_model_open(colibri_model_t **out, const char *path, char *err, size_t err_bytes);
+/* The same with options; NULL: the defaults. E_INVALID for an option, E_NOMEM where weights that are read find no memory. */
+COLIBRI_API int colibri_model_open_with(colibri_model_t **out, const char *path, const colibri_model_options_t *options, char *err, size_t err_bytes);
 /* NULL is allowed. Every context of the model must be closed before. */
 COLIBRI_API void colibri_model_close(colibri_model_t *model);
 /* E_INVALID if struct_bytes is unknown. */

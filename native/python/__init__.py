@@ -42,6 +42,11 @@ ROW_LOGITS: int = _lib.COLIBRI_ROW_LOGITS
 ROW_SCORE: int = _lib.COLIBRI_ROW_SCORE
 
 _KV_FORMATS = {"f32": _lib.COLIBRI_KV_F32, "f16": _lib.COLIBRI_KV_F16}
+_WEIGHTS = {
+    "map": _lib.COLIBRI_WEIGHTS_MAP,
+    "read": _lib.COLIBRI_WEIGHTS_READ,
+    "read-trunk": _lib.COLIBRI_WEIGHTS_READ_TRUNK,
+}
 _ERROR_BYTES = 1024
 # What the pointers in a C struct point to, for as long as the struct lives.
 _keep: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -169,13 +174,19 @@ class ModelInfo:
 
 
 class Model:
-    """A mapped, read-only model file. Any number of contexts and threads may use it."""
+    """A read-only model file, mapped unless `weights` says otherwise. Any number of contexts and threads may use it.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    weights: `map`; `read`, all of it at open; `read-trunk`, all but the experts, for contexts with expert_ram_bytes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, weights: str = "map") -> None:
         self._model: Any = None
         self._n_contexts = 0
+        if weights not in _WEIGHTS:
+            raise InvalidArgument(f"weights: {weights!r} is none of {', '.join(_WEIGHTS)}")
+        options = _new_struct("colibri_model_options_t", weights=_WEIGHTS[weights])
         out, error = _ffi.new("colibri_model_t **"), _ffi.new("char[]", _ERROR_BYTES)
-        _check(_lib.colibri_model_open(out, os.fsencode(path), error, _ERROR_BYTES), error)
+        _check(_lib.colibri_model_open_with(out, os.fsencode(path), options, error, _ERROR_BYTES), error)
         self._model = out[0]
         self.path = os.fspath(path)
         self.info = self._read_info()

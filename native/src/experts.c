@@ -10,8 +10,8 @@
 
 #include "context.h"
 
-/* A block that was used within so many steps is taken to be in memory still; asking costs a system call that walks its pages. */
-#define ASK_AGAIN_AFTER 256u
+/* A block that was not used in so many steps is asked for without a look whether it is in memory, which the owner of the file alone is told. */
+#define ASK_SURELY_AFTER 256u
 
 /* ---- router ---- */
 
@@ -86,7 +86,7 @@ static size_t group_rows(struct colibri_context *ctx, const struct layer *layer)
 static void ask_ahead(struct colibri_context *ctx, size_t n_groups) {
     for (size_t i = 0; i < n_groups; i++) {
         uint32_t *used = &ctx->block_used[ctx->groups[i].block];
-        if (*used == 0 || ctx->n_steps - *used > ASK_AGAIN_AFTER) colibri_expert_prefetch(ctx->model, ctx->groups[i].block);
+        colibri_ask_for_block(ctx->model, ctx->groups[i].block, *used == 0 || ctx->n_steps - *used > ASK_SURELY_AFTER);
         *used = ctx->n_steps;
     }
 }

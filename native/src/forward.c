@@ -65,8 +65,11 @@ int colibri_run_step(struct colibri_context *ctx, const colibri_batch_t *batch) 
     int code = colibri_check_pages(ctx->model, colibri_error_of(ctx));
     if (code) return code;
     begin_step(ctx, batch);
+    bool cold = ctx->n_steps == 1; /* the trunk is used in every step, so it is asked for once, a layer ahead */
+    if (cold) colibri_ask_for_trunk(ctx->model, 0);
     colibri_pool_run(&ctx->pool, ctx->step.n_threads, batch->n_rows, embed_row, ctx);
     for (uint32_t layer = 0; layer < ctx->model->header.n_layers; layer++) {
+        if (cold) colibri_ask_for_trunk(ctx->model, layer + 1);
         if (colibri_is_canceled(ctx)) return colibri_fail(colibri_error_of(ctx), COLIBRI_E_CANCELED, "canceled before layer %u", layer);
         colibri_attention_half(ctx, layer);
         colibri_ffn_half(ctx, layer);

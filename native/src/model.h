@@ -46,6 +46,9 @@ struct colibri_model {
     struct layer *layers; /* [header.n_layers] */
     const uint8_t *map;   /* [map_bytes], read-only: the file, and behind it the experts of its shards */
     size_t map_bytes;
+    uint32_t weights;     /* COLIBRI_WEIGHTS_* */
+    int *files;           /* [n_files] open: the file, then its shards in order; read without the page cache where the system can */
+    size_t n_files;
     char *path;
     atomic_bool lost; /* a page of the file could not be read */
 };
@@ -55,15 +58,28 @@ enum expert_part { EXPERT_GATE, EXPERT_UP, EXPERT_DOWN };
 
 /* The one way to an expert's weights: block number (layer's first_block + expert) → its matrix. */
 const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part);
-/* Asks the system to read a block ahead; advice, without an error. */
-void colibri_expert_prefetch(const struct colibri_model *model, size_t block);
+/* Asks the system to read mapped weights ahead, exactly these and not what lies around them; advice, without an error. Of a block nothing is asked
+ * if it seems to be in memory, unless `surely`. layer: n_layers means the head. */
+void colibri_ask_for_block(const struct colibri_model *model, size_t block, bool surely);
+void colibri_ask_for_trunk(const struct colibri_model *model, uint32_t layer);
+/* Reads a block's expert_bytes into `to`, which is aligned to a page and has room up to the next. Stops with ECANCELED between two pieces once
+ * *give_up is set. Returns 0 or errno; *n_read grows by what came from the file. Any thread. */
+int colibri_read_block(const struct colibri_model *model, size_t block, void *to, const atomic_bool *give_up, _Atomic uint64_t *n_read);
 
 /* model.c, for shards.c: a file and its size; its header, zeros behind the end of a shorter one. */
 int colibri_open_file(const char *path, int *fd, uint64_t *bytes, struct colibri_error error);
 int colibri_read_header(struct colibri_file_header *header, int fd, uint64_t file_bytes, struct colibri_error error);
 
-/* shards.c: checks every shard and maps its blocks to their place in model->map. */
-int colibri_map_shards(struct colibri_model *model, struct colibri_error error);
+/* Puts bytes of an open file to their place in model->map, mapped or read. All of it is aligned to pages, but for the end of a file. */
+int colibri_place(struct colibri_model *model, int fd, uint64_t at, uint64_t n_bytes, uint64_t file_offset, bool read, struct colibri_error error);
+
+/* Reads of this file go past the page cache from here on, where its file system can; they must be aligned. */
+void colibri_read_directly(int fd);
+
+/* shards.c: opens and checks every shard, and puts its blocks to their place in model->map. */
+int colibri_place_shards(struct colibri_model *model, struct colibri_error error);
+/* In which of model->files a block lies, and where. */
+int colibri_block_file(const struct colibri_model *model, size_t block, uint64_t *offset);
 
 /* lost_pages.c. From colibri_watch_pages on, a page of the mapping that cannot be read counts as zeros, and colibri_check_pages fails. */
 void colibri_watch_pages(struct colibri_model *model);

@@ -1,7 +1,7 @@
 /*
  * A model whose experts lie in files of their own (docs/format.md, "Shards").
  *
- * Shards are mapped where their blocks would lie in a file of one piece, so that nothing behind the opening knows of them. They are
+ * Shards are placed where their blocks would lie in a file of one piece, so that nothing behind the opening knows of them. They are
  * trusted as little as the main file: each must be whole, and carry the fingerprint that is in the main file's header.
  */
 #include <errno.h>
@@ -9,8 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "model.h"
 
@@ -55,14 +53,14 @@ static int check_shard(const struct colibri_model *model, const struct shard *sh
 }
 
 /* Layer by layer, over the place of the blocks. Blocks are aligned to 64 KiB in both, and so to any page. */
-static int map_blocks(struct colibri_model *model, const struct shard *shard, int fd, struct colibri_error error) {
+static int place_blocks(struct colibri_model *model, const struct shard *shard, int fd, struct colibri_error error) {
     const struct colibri_file_header *header = &model->header;
     size_t run_bytes = shard->n_experts * header->expert_stride, n_layers = header->n_expert_blocks / header->n_experts;
     for (size_t layer = 0; layer < n_layers; layer++) {
         size_t block = layer * header->n_experts + shard->first_expert;
-        void *at = (void *)(uintptr_t)(model->map + header->expert_offset + block * header->expert_stride);
-        if (mmap(at, run_bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, (off_t)(BLOCKS_OFFSET + layer * run_bytes)) == MAP_FAILED)
-            return fail(error, COLIBRI_E_NOMEM, "mapping %zu bytes: %s", run_bytes, strerror(errno));
+        int code = colibri_place(model, fd, header->expert_offset + block * header->expert_stride, run_bytes, BLOCKS_OFFSET + layer * run_bytes,
+                                 model->weights == COLIBRI_WEIGHTS_READ, error);
+        if (code) return code;
     }
     return COLIBRI_OK;
 }
@@ -74,7 +72,8 @@ static int open_shard(struct colibri_model *model, struct shard *shard, int *fd,
     if (code && errno == ENOENT) return fail(error, code, "missing; the shards of a model lie beside it, under its name");
     if (code || (code = colibri_read_header(&shard->header, *fd, real_bytes, error)) || (code = check_shard(model, shard, real_bytes, error)))
         return code;
-    return map_blocks(model, shard, *fd, error);
+    colibri_read_directly(*fd);
+    return place_blocks(model, shard, *fd, error);
 }
 
 /* NAME.FINGERPRINT-I-of-N, with the fingerprint's first four bytes. NULL without memory. */
@@ -86,17 +85,30 @@ static char *shard_path(const struct colibri_model *model, uint32_t number) {
     return path;
 }
 
-int colibri_map_shards(struct colibri_model *model, struct colibri_error error) {
+/* The first expert of a shard; of the one behind the last: n_experts. Shares differ by one at most. Below 2^24: no product overflows. */
+static uint32_t first_expert(const struct colibri_file_header *header, uint32_t number) { return (number - 1) * header->n_experts / header->n_shards; }
+
+int colibri_block_file(const struct colibri_model *model, size_t block, uint64_t *offset) {
+    const struct colibri_file_header *header = &model->header;
+    if (header->n_shards == 1) {
+        *offset = header->expert_offset + block * header->expert_stride;
+        return model->files[0];
+    }
+    uint32_t expert = (uint32_t)(block % header->n_experts), number = 1;
+    while (first_expert(header, number + 1) <= expert) number++;
+    uint32_t first = first_expert(header, number), n_experts = first_expert(header, number + 1) - first;
+    *offset = BLOCKS_OFFSET + (block / header->n_experts * n_experts + expert - first) * header->expert_stride;
+    return model->files[number];
+}
+
+int colibri_place_shards(struct colibri_model *model, struct colibri_error error) {
     const struct colibri_file_header *header = &model->header;
     for (uint32_t number = 1; number <= header->n_shards; number++) {
-        /* Shares differ by one expert at most. Below 2^24: no product overflows. */
-        uint32_t first = (number - 1) * header->n_experts / header->n_shards, end = number * header->n_experts / header->n_shards;
+        uint32_t first = first_expert(header, number), end = first_expert(header, number + 1);
         struct shard shard = {.number = number, .first_expert = first, .n_experts = end - first, .path = shard_path(model, number)};
         if (!shard.path) return fail(error, COLIBRI_E_NOMEM, "no memory");
         char text[COLIBRI_ERROR_BYTES] = "";
-        int fd = -1;
-        int code = open_shard(model, &shard, &fd, (struct colibri_error){text, sizeof text});
-        if (fd >= 0) close(fd);
+        int code = open_shard(model, &shard, &model->files[number], (struct colibri_error){text, sizeof text});
         if (code) fail(error, code, "shard %" PRIu32 " of %" PRIu32 ": %s: %s", number, header->n_shards, shard.path, text);
         free(shard.path);
         if (code) return code;
