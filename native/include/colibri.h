@@ -104,7 +104,19 @@ typedef struct colibri_context_options {
     uint32_t decode_threads;  /* for the others; 0 means usable cores */
     uint64_t seed;            /* for colibri_infer */
     const char *isa;          /* "scalar", "avx2", "avxvnni", "avx512vnni", "amx"; NULL: $COLIBRI_ISA, else the best that passes its trial */
+    /* Since 0.1; a struct that ends before it is taken. */
+    uint64_t expert_ram_bytes; /* memory for experts, which are read into it as they are routed to; 0: they are used where the model has them */
 } colibri_context_options_t;
+
+/* What became of expert_ram_bytes. Counted since open. */
+typedef struct colibri_expert_stats {
+    size_t struct_bytes;
+    uint64_t slots, slot_bytes, slots_used; /* each holds an expert; 0 slots: expert_ram_bytes was 0 */
+    uint64_t hits, misses;                  /* experts of a layer's step that were in memory when it was routed, or not */
+    uint64_t read_ahead, read_ahead_used;   /* experts that were read before they were routed to; those that then were */
+    uint64_t bytes_read;
+    uint64_t wait_ns; /* that steps waited for experts */
+} colibri_expert_stats_t;
 
 /* One step: rows of any number of sequences. The rows of a sequence stand together, at consecutive positions. Row i writes K
  * and V at its position into the sequence's page position / 32, which no other sequence of the batch may own, and attends to
@@ -183,6 +195,8 @@ COLIBRI_API const char *colibri_context_isa(const colibri_context_t *ctx);
 COLIBRI_API size_t colibri_context_bytes(const colibri_context_t *ctx);
 /* K or V values that did not fit the KV format since open. */
 COLIBRI_API uint64_t colibri_context_kv_overflows(const colibri_context_t *ctx);
+/* E_INVALID if struct_bytes is unknown. Any thread. */
+COLIBRI_API int colibri_context_expert_stats(colibri_context_t *ctx, colibri_expert_stats_t *stats);
 /* The words of the last failed call on this context; "" if it did not fail. */
 COLIBRI_API const char *colibri_last_error(const colibri_context_t *ctx);
 

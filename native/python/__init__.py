@@ -306,6 +306,21 @@ class Sampled:
     top: list[tuple[int, float]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertStats:
+    """What became of expert_ram_bytes; see colibri_expert_stats in colibri.h."""
+
+    slots: int
+    slot_bytes: int
+    slots_used: int
+    hits: int
+    misses: int
+    read_ahead: int
+    read_ahead_used: int
+    bytes_read: int
+    wait_ns: int
+
+
 class Context:
     """KV pages, activations, held logits and threads, laid out once. See colibri_context_options for the arguments."""
 
@@ -322,6 +337,7 @@ class Context:
         decode_threads: int = 0,
         isa: str | None = None,
         seed: int = 0,
+        expert_ram_bytes: int = 0,
     ) -> None:
         self._context: Any = None
         self._model = model
@@ -339,6 +355,7 @@ class Context:
             decode_threads=decode_threads,
             seed=seed,
             isa=name,
+            expert_ram_bytes=expert_ram_bytes,
         )
         out, error = _ffi.new("colibri_context_t **"), _ffi.new("char[]", _ERROR_BYTES)
         _check(_lib.colibri_context_open(out, model._handle, options, error, _ERROR_BYTES), error)
@@ -363,6 +380,12 @@ class Context:
     def kv_overflows(self) -> int:
         """K or V values that did not fit the KV format since open."""
         return int(_lib.colibri_context_kv_overflows(self._handle))
+
+    def expert_stats(self) -> ExpertStats:
+        """Figures of the memory for experts; 0 slots where none was asked for. Any thread."""
+        stats = _new_struct("colibri_expert_stats_t")
+        _check(_lib.colibri_context_expert_stats(self._handle, stats), _ffi.NULL)
+        return ExpertStats(**{f.name: int(getattr(stats, f.name)) for f in fields(ExpertStats)})
 
     def forward(self, batch: Batch) -> BatchResult:
         """Computes one step. A row that is not finite is told in row_status; errors but Canceled changed nothing."""

@@ -39,9 +39,17 @@ static void *take(struct arena *arena, size_t n, size_t item_bytes) {
 
 /* ---- options ---- */
 
+/* Budgets below what one token needs would never be kept. */
+static int check_expert_ram(const struct colibri_file_header *header, uint64_t n_bytes, struct colibri_error error) {
+    size_t slot_bytes = colibri_slot_bytes(header), least = slot_bytes * header->top_k;
+    if (n_bytes == 0 || n_bytes >= least) return COLIBRI_OK;
+    return colibri_fail(error, COLIBRI_E_INVALID, "expert_ram_bytes: %" PRIu64 " hold %" PRIu64 " experts of %zu bytes, but a token uses %" PRIu32 "; give at least %zu", n_bytes,
+                        n_bytes / slot_bytes, slot_bytes, header->top_k, least);
+}
+
 static int check_options(const struct colibri_model *model, const colibri_context_options_t *options, struct colibri_error error) {
     const struct colibri_file_header *header = &model->header;
-    if (options->struct_bytes != sizeof *options)
+    if (options->struct_bytes != sizeof *options && options->struct_bytes != offsetof(colibri_context_options_t, expert_ram_bytes))
         return colibri_fail(error, COLIBRI_E_INVALID, "struct_bytes: expected %zu, got %zu", sizeof *options, options->struct_bytes);
     if (options->kv_format && options->kv_format != COLIBRI_KV_F32 && options->kv_format != COLIBRI_KV_F16)
         return colibri_fail(error, COLIBRI_E_INVALID, "kv_format: %" PRIu32 " is neither f32 nor f16", options->kv_format);
@@ -73,6 +81,7 @@ static void apply_options(struct colibri_context *ctx, const struct colibri_mode
         .prefill_threads = or_default(options->prefill_threads, cores),
         .decode_threads = or_default(options->decode_threads, cores),
         .seed = options->seed,
+        .store.n_slots = (uint32_t)colibri_slots_in(&model->header, options->expert_ram_bytes),
     };
 }
 
@@ -159,6 +168,26 @@ static void lay_out_experts(struct colibri_context *ctx, struct arena *arena) {
     TAKE(ctx->block_used, header->n_expert_blocks);
 }
 
+/* The slots themselves are mapped apart. */
+static void lay_out_store(struct colibri_context *ctx, struct arena *arena) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    struct expert_store *store = &ctx->store;
+    if (store->n_slots == 0) return;
+    store->slot_bytes = colibri_slot_bytes(header);
+    store->n_experts = header->n_experts;
+    store->n_layers = (uint32_t)(header->n_expert_blocks / header->n_experts);
+    TAKE(store->blocks, header->n_expert_blocks);
+    TAKE(store->slot_blocks, store->n_slots);
+    TAKE(store->missing, store->n_layers);
+    TAKE(store->needed.blocks, header->n_experts);
+    TAKE(store->ahead.blocks, header->n_experts);
+    TAKE(ctx->early_normed, COLIBRI_ROW_BLOCK * (size_t)header->hidden);
+    TAKE(ctx->early_acts, colibri_acts_bytes(COLIBRI_FMT_F32, COLIBRI_ROW_BLOCK, header->hidden));
+    TAKE(ctx->early_logits, COLIBRI_ROW_BLOCK * ctx->ld_experts);
+    TAKE(ctx->early_chosen, header->top_k);
+    TAKE(ctx->seers, header->n_experts);
+}
+
 static void lay_out_output(struct colibri_context *ctx, struct arena *arena) {
     const struct colibri_file_header *header = &ctx->model->header;
     ctx->ld_vocabulary = colibri_round_up(header->vocabulary, COLIBRI_TILE_ROWS);
@@ -199,6 +228,7 @@ static void lay_out(struct colibri_context *ctx, struct arena *arena) {
     lay_out_pages(ctx, arena);
     lay_out_rows(ctx, arena);
     lay_out_experts(ctx, arena);
+    lay_out_store(ctx, arena);
     lay_out_output(ctx, arena);
     lay_out_own(ctx, arena);
     lay_out_threads(ctx, arena);
@@ -247,6 +277,15 @@ static int map_context(const struct colibri_context *plan, struct colibri_contex
     return COLIBRI_OK;
 }
 
+static size_t store_bytes(const struct colibri_context *ctx) { return ctx->store.n_slots * ctx->store.slot_bytes; }
+
+static int open_store(struct colibri_context *ctx, struct colibri_model *model, struct colibri_error error) {
+    if (ctx->store.n_slots == 0) return COLIBRI_OK;
+    ctx->store.slots = map_memory(store_bytes(ctx));
+    if (!ctx->store.slots) return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %zu bytes for experts: %s", store_bytes(ctx), strerror(errno));
+    return colibri_store_open(&ctx->store, model, error);
+}
+
 /* ---- public ---- */
 
 int colibri_context_open(colibri_context_t **out, colibri_model_t *model, const colibri_context_options_t *options, char *err,
@@ -256,6 +295,10 @@ int colibri_context_open(colibri_context_t **out, colibri_model_t *model, const 
     *out = NULL;
     int code = check_options(model, options, error);
     if (code) return code;
+    colibri_context_options_t known = {0};
+    memcpy(&known, options, options->struct_bytes);
+    options = &known;
+    if ((code = check_expert_ram(&model->header, options->expert_ram_bytes, error))) return code;
     const struct colibri_kernels *kernels = colibri_kernels_open(options->isa, error);
     if (!kernels) return COLIBRI_E_UNSUPPORTED;
 
@@ -264,7 +307,7 @@ int colibri_context_open(colibri_context_t **out, colibri_model_t *model, const 
     plan.kernels = kernels;
     if ((code = map_context(&plan, &ctx, error))) return code;
     unsigned n_threads = (unsigned)colibri_larger(ctx->prefill_threads, ctx->decode_threads);
-    if ((code = colibri_pool_open(&ctx->pool, ctx->workers, n_threads, error))) {
+    if ((code = colibri_pool_open(&ctx->pool, ctx->workers, n_threads, error)) || (code = open_store(ctx, model, error))) {
         colibri_context_close(ctx);
         return code;
     }
@@ -275,10 +318,17 @@ int colibri_context_open(colibri_context_t **out, colibri_model_t *model, const 
 void colibri_context_close(colibri_context_t *ctx) {
     if (!ctx) return;
     colibri_pool_close(&ctx->pool);
+    colibri_store_close(&ctx->store);
+    if (ctx->store.slots) munmap(ctx->store.slots, store_bytes(ctx));
     munmap(ctx->memory, ctx->memory_bytes);
 }
 
 const char *colibri_context_isa(const colibri_context_t *ctx) { return ctx->kernels->name; }
-size_t colibri_context_bytes(const colibri_context_t *ctx) { return ctx->memory_bytes; }
+size_t colibri_context_bytes(const colibri_context_t *ctx) { return ctx->memory_bytes + store_bytes(ctx); }
 uint64_t colibri_context_kv_overflows(const colibri_context_t *ctx) { return atomic_load(&ctx->kv_overflows); }
+int colibri_context_expert_stats(colibri_context_t *ctx, colibri_expert_stats_t *stats) {
+    if (stats->struct_bytes != sizeof *stats) return COLIBRI_E_INVALID;
+    colibri_store_stats(&ctx->store, stats);
+    return COLIBRI_OK;
+}
 const char *colibri_last_error(const colibri_context_t *ctx) { return ctx->error; }

@@ -11,6 +11,7 @@
 #include <stdbool.h>
 
 #include "colibri.h"
+#include "expert_store.h"
 #include "kernels/kernels.h"
 #include "model.h"
 #include "threads.h"
@@ -119,6 +120,14 @@ struct colibri_context {
     uint8_t *slot_bad;      /* [S] */
     uint32_t *block_used;   /* [expert blocks] step in which it was used last, 0: never */
     uint32_t n_steps;
+
+    /* Experts in memory of their own (expert_store.c), and a look at the next layer's router, for up to a row block of rows. */
+    struct expert_store store;
+    float *early_normed; /* [COLIBRI_ROW_BLOCK][H] */
+    uint8_t *early_acts;
+    float *early_logits; /* [COLIBRI_ROW_BLOCK][ld_experts] */
+    int32_t *early_chosen; /* [k] */
+    uint8_t *seers;      /* [E] FORESEEN_* */
 
     /* Head (head.c). */
     float *logits;       /* [max_logits][ld_vocabulary], held */

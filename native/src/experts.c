@@ -1,7 +1,8 @@
 /*
  * The second half of a layer: norm, router, experts (or one dense network), combination.
  *
- * Which experts a step needs is known before any expert weight is touched: their blocks are asked for ahead, then the rows are ordered by expert, so
+ * Which experts a step needs is known before any expert weight is touched: their blocks are asked for, of the mapping or of the store that has
+ * them in a fixed amount of memory (expert_store.c), then the rows are ordered by expert, so
  * that each expert's weights are read once a step. An entry is one (row, chosen expert); entries are ordered by expert, then by row. Where
  * there are more entries than slots, the experts run in waves of ascending number; a row adds up its experts in ascending order
  * either way.
@@ -83,7 +84,11 @@ static size_t group_rows(struct colibri_context *ctx, const struct layer *layer)
     return n_groups;
 }
 
-static void ask_ahead(struct colibri_context *ctx, size_t n_groups) {
+static void ask_for_experts(struct colibri_context *ctx, const struct layer *layer, size_t n_groups) {
+    if (ctx->store.slots) {
+        colibri_store_begin(&ctx->store, layer->first_block, ctx->groups, n_groups);
+        return;
+    }
     for (size_t i = 0; i < n_groups; i++) {
         uint32_t *used = &ctx->block_used[ctx->groups[i].block];
         colibri_ask_for_block(ctx->model, ctx->groups[i].block, *used == 0 || ctx->n_steps - *used > ASK_SURELY_AFTER);
@@ -100,7 +105,52 @@ static void tell_routing(struct colibri_context *ctx, uint32_t number, bool dens
             routing[(row * header->n_layers + number) * header->top_k + j] = dense ? -1 : ctx->chosen[row * header->top_k + j];
 }
 
+/* ---- what the next layer may need ---- */
+
+/* The next layer's router on what is known now: the residual stream without this layer's experts. */
+static void ask_next_router(struct colibri_context *ctx, const struct layer *next) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    size_t n_rows = ctx->step.n_rows, hidden = header->hidden;
+    uint8_t bad[COLIBRI_ROW_BLOCK] = {0};
+    for (size_t row = 0; row < n_rows; row++)
+        (void)ctx->kernels->rmsnorm(ctx->x + row * hidden, next->ffn_norm.data, hidden, header->rms_eps, ctx->early_normed + row * hidden);
+    ctx->kernels->prepare(COLIBRI_FMT_F32, ctx->early_normed, hidden, n_rows, hidden, ctx->early_acts, bad);
+    struct product product = colibri_product(ctx, &next->router, ctx->early_acts, ctx->early_logits, ctx->ld_experts);
+    colibri_multiply(ctx, &product, 1);
+    for (size_t row = 0; row < n_rows; row++) {
+        size_t n = 0;
+        for (uint32_t expert = 0; expert < header->n_experts; expert++)
+            insert_expert(ctx->early_logits + row * ctx->ld_experts, (int32_t)expert, ctx->early_chosen, &n, header->top_k);
+        for (size_t i = 0; i < n; i++) ctx->seers[ctx->early_chosen[i]] |= FORESEEN_BY_ROUTER;
+    }
+}
+
+/* Asks the store for what the next layer with experts may need; behind the last layer comes the next step's first. */
+static void look_ahead(struct colibri_context *ctx, const struct layer *layer) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    uint32_t n_experts = header->n_experts, number = (uint32_t)(layer->first_block / n_experts) + 1;
+    const struct layer *next = layer + 1, *end = ctx->model->layers + header->n_layers;
+    while (next < end && next->dense) next++;
+    if (next == end) number = 0;
+    if (!colibri_store_misses(&ctx->store, number)) return;
+    bool all = next < end && ctx->step.n_rows * header->top_k >= 2 * (size_t)n_experts;
+    for (uint32_t expert = 0; expert < n_experts; expert++)
+        ctx->seers[expert] = (uint8_t)((all ? FORESEEN_BY_BATCH : 0) | (colibri_store_used(&ctx->store, number, expert) ? FORESEEN_BY_LAST_STEP : 0));
+    if (next < end && ctx->step.n_rows <= COLIBRI_ROW_BLOCK) ask_next_router(ctx, next);
+    colibri_store_foresee(&ctx->store, number, ctx->seers);
+}
+
 /* ---- a wave of experts ---- */
+
+/* Which of an expert's three matrices. */
+enum expert_part { EXPERT_GATE, EXPERT_UP, EXPERT_DOWN };
+
+/* The one way to an expert's weights. */
+static const void *expert_matrix(const struct colibri_context *ctx, size_t block, enum expert_part part) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    const uint8_t *begin = ctx->store.slots ? colibri_store_block(&ctx->store, block) : colibri_expert_block(ctx->model, block);
+    return begin + (size_t)part * colibri_matrix_bytes(header->expert_format, header->expert_width, header->hidden);
+}
 
 /* Groups [begin, begin + n_groups), whose entries [first, first + n_entries) fit the slots; slot = entry − first. */
 struct wave {
@@ -110,7 +160,9 @@ struct wave {
     size_t n_groups, n_blocks, first, n_entries;
 };
 
+/* The wave that begins with a group; of a store it has only what is there. */
 static struct wave next_wave(struct colibri_context *ctx, const struct layer *layer, size_t begin, size_t n_groups) {
+    if (ctx->store.slots) n_groups = begin + colibri_store_wait(&ctx->store, ctx->groups, begin);
     struct wave wave = {.ctx = ctx, .layer = layer, .groups = ctx->groups + begin, .first = ctx->groups[begin].first};
     for (size_t i = begin; i < n_groups && wave.n_entries + ctx->groups[i].n_rows <= ctx->slots; i++) {
         ctx->groups[i].first_block = wave.n_blocks;
@@ -142,7 +194,7 @@ static void multiply_gate_up(const struct wave *wave) {
         const struct group *group = &wave->groups[i];
         size_t slot = group->first - wave->first;
         struct product product = {
-            .weights = colibri_expert_matrix(ctx->model, group->block, EXPERT_GATE),
+            .weights = expert_matrix(ctx, group->block, EXPERT_GATE),
             .acts = ctx->expert_acts + group->first_block * block_bytes(ctx, header->hidden),
             .format = header->expert_format,
             .k = header->hidden,
@@ -152,7 +204,7 @@ static void multiply_gate_up(const struct wave *wave) {
             .ldy = ctx->ld_expert,
         };
         ctx->products[2 * i] = product;
-        product.weights = colibri_expert_matrix(ctx->model, group->block, EXPERT_UP);
+        product.weights = expert_matrix(ctx, group->block, EXPERT_UP);
         product.y = ctx->up + slot * ctx->ld_expert;
         ctx->products[2 * i + 1] = product;
     }
@@ -182,7 +234,7 @@ static void multiply_down(const struct wave *wave) {
     for (size_t i = 0; i < wave->n_groups; i++) {
         const struct group *group = &wave->groups[i];
         ctx->products[i] = (struct product){
-            .weights = colibri_expert_matrix(ctx->model, group->block, EXPERT_DOWN),
+            .weights = expert_matrix(ctx, group->block, EXPERT_DOWN),
             .acts = ctx->hidden_acts + group->first_block * block_bytes(ctx, header->expert_width),
             .format = header->expert_format,
             .k = header->expert_width,
@@ -221,6 +273,7 @@ static void run_experts(struct colibri_context *ctx, const struct layer *layer, 
         colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, activate_group, &wave);
         multiply_down(&wave);
         colibri_pool_run(&ctx->pool, n_threads, ctx->step.n_rows, combine_row, &wave);
+        if (ctx->store.slots) colibri_store_release(&ctx->store, ctx->groups, begin, begin + wave.n_groups, n_groups);
         begin += wave.n_groups;
     }
 }
@@ -295,7 +348,8 @@ static void experts_half(struct colibri_context *ctx, const struct layer *layer)
     colibri_multiply(ctx, gates, layer->shared_expert_gate.data ? 2 : 1);
     colibri_pool_run(&ctx->pool, ctx->step.n_threads, ctx->step.n_rows, route_row, ctx);
     size_t n_groups = group_rows(ctx, layer);
-    ask_ahead(ctx, n_groups);
+    ask_for_experts(ctx, layer, n_groups);
+    if (ctx->store.slots) look_ahead(ctx, layer);
     run_experts(ctx, layer, n_groups);
     if (layer->shared_gate.data) run_shared(ctx, layer);
 }

@@ -256,10 +256,8 @@ int colibri_model_verify(const colibri_model_t *model, char *err, size_t err_byt
     return colibri_check_pages(model, error);
 }
 
-const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part) {
-    const struct colibri_file_header *header = &model->header;
-    size_t gate_bytes = colibri_matrix_bytes(header->expert_format, header->expert_width, header->hidden);
-    return model->map + header->expert_offset + block * header->expert_stride + (size_t)part * gate_bytes;
+const uint8_t *colibri_expert_block(const struct colibri_model *model, size_t block) {
+    return model->map + model->header.expert_offset + block * model->header.expert_stride;
 }
 
 int colibri_read_block(const struct colibri_model *model, size_t block, void *to, const atomic_bool *give_up, _Atomic uint64_t *n_read) {
@@ -282,7 +280,7 @@ static bool is_in_memory(const uint8_t *begin) {
 }
 
 void colibri_ask_for_block(const struct colibri_model *model, size_t block, bool surely) {
-    const uint8_t *begin = colibri_expert_matrix(model, block, EXPERT_GATE); /* aligned to any page */
+    const uint8_t *begin = colibri_expert_block(model, block); /* aligned to any page */
     if (model->weights != COLIBRI_WEIGHTS_READ && (surely || !is_in_memory(begin))) ask_for(begin, model->header.expert_bytes);
 }
 

@@ -53,11 +53,8 @@ struct colibri_model {
     atomic_bool lost; /* a page of the file could not be read */
 };
 
-/* Which of an expert's three matrices. */
-enum expert_part { EXPERT_GATE, EXPERT_UP, EXPERT_DOWN };
-
-/* The one way to an expert's weights: block number (layer's first_block + expert) → its matrix. */
-const void *colibri_expert_matrix(const struct colibri_model *model, size_t block, enum expert_part part);
+/* Where the model has an expert: block number (layer's first_block + expert) → its bytes. */
+const uint8_t *colibri_expert_block(const struct colibri_model *model, size_t block);
 /* Asks the system to read mapped weights ahead, exactly these and not what lies around them; advice, without an error. Of a block nothing is asked
  * if it seems to be in memory, unless `surely`. layer: n_layers means the head. */
 void colibri_ask_for_block(const struct colibri_model *model, size_t block, bool surely);

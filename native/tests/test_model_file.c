@@ -244,6 +244,7 @@ static void test_wrong_options_are_refused_by_name(void) {
         {{.n_pages = 1, .max_rows = 1u << 20}, COLIBRI_E_INVALID, "max_rows"},
         {{.n_pages = 1, .max_context = TINY_POSITIONS + 1}, COLIBRI_E_INVALID, "max_context"},
         {{.n_pages = 1, .decode_threads = 100000}, COLIBRI_E_INVALID, "threads"},
+        {{.n_pages = 1, .expert_ram_bytes = 4096}, COLIBRI_E_INVALID, "expert_ram_bytes"},
         {{.n_pages = 1, .isa = "quantum"}, COLIBRI_E_UNSUPPORTED, "quantum"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
@@ -255,6 +256,10 @@ static void test_wrong_options_are_refused_by_name(void) {
         if (!strstr(error, wrong[i].name)) FAIL("\"%s\" does not name %s", error, wrong[i].name);
         CHECK(ctx == NULL);
     }
+    colibri_context_options_t shorter = {.struct_bytes = offsetof(colibri_context_options_t, expert_ram_bytes), .n_pages = 1};
+    colibri_context_t *opened = NULL;
+    CHECK_CODE(colibri_context_open(&opened, model, &shorter, NULL, 0), COLIBRI_OK); /* of a program built with an older header */
+    colibri_context_close(opened);
     colibri_model_close(model);
     tiny_discard(&file);
 }

@@ -104,14 +104,16 @@ static void use_everything(colibri_context_t *ctx, const int32_t *tokens, uint8_
     colibri_cancel(ctx);
 }
 
-static void test_nothing_allocates_after_open(uint32_t format) {
+static void test_nothing_allocates_after_open(uint32_t format, size_t slots) {
     struct tiny_model file;
     colibri_model_t *model = tiny_open(&file, format, COLIBRI_ARCH_SHARED_EXPERT | COLIBRI_ARCH_SHARED_GATED, 6);
     int32_t tokens[60];
     uint64_t random = 8;
     for (size_t i = 0; i < 60; i++) tokens[i] = (int32_t)random_below(&random, TINY_VOCABULARY - 1);
     size_t before_open = n_allocations;
-    colibri_context_t *ctx = open_context(model, (colibri_context_options_t){.n_pages = 8, .max_rows = 64, .prefill_threads = 3, .decode_threads = 2});
+    uint64_t slot_bytes = (file.header->expert_bytes + 4095) / 4096 * 4096;
+    colibri_context_t *ctx = open_context(model, (colibri_context_options_t){
+        .n_pages = 8, .max_rows = 64, .prefill_threads = 3, .decode_threads = 2, .expert_ram_bytes = slots * slot_bytes});
     CHECK(n_allocations > before_open); /* or the counting does not count */
     uint8_t *page = malloc(colibri_kv_page_bytes(ctx));
     size_t before = n_allocations;
@@ -124,9 +126,11 @@ static void test_nothing_allocates_after_open(uint32_t format) {
 }
 
 int main(void) {
-    test_nothing_allocates_after_open(COLIBRI_FMT_F32);
-    test_nothing_allocates_after_open(COLIBRI_FMT_Q8);
-    test_nothing_allocates_after_open(COLIBRI_FMT_Q4);
+    test_nothing_allocates_after_open(COLIBRI_FMT_F32, 0);
+    test_nothing_allocates_after_open(COLIBRI_FMT_Q8, 0);
+    test_nothing_allocates_after_open(COLIBRI_FMT_Q4, 0);
+    test_nothing_allocates_after_open(COLIBRI_FMT_Q8, TINY_TOP_K);
+    test_nothing_allocates_after_open(COLIBRI_FMT_Q8, 7);
     return 0;
 }
 #endif

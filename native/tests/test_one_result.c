@@ -41,6 +41,7 @@ struct variant {
     unsigned threads;
     bool neighbours;
     size_t restored; /* so many tokens come from pages that another context saved */
+    size_t slots;    /* memory for so many experts; 0: they are mapped */
 };
 
 struct text {
@@ -49,6 +50,7 @@ struct text {
 };
 
 static struct test_batch batch; /* too large for a stack */
+static size_t slot_bytes;
 
 static void make_text(struct text *text) {
     uint64_t random = 7;
@@ -64,7 +66,8 @@ static colibri_context_t *open_variant(colibri_model_t *model, uint32_t kv_forma
                                                            .max_logits = 64,
                                                            .prefill_threads = variant->threads,
                                                            .decode_threads = variant->threads,
-                                                           .isa = variant->isa});
+                                                           .isa = variant->isa,
+                                                           .expert_ram_bytes = variant->slots * slot_bytes});
 }
 
 /* Adds up to n more tokens of a neighbour, which starts anew when it is through. */
@@ -127,8 +130,8 @@ static void run_variant(colibri_model_t *model, uint32_t kv_format, const struct
 static void compare(const float *expected, const float *actual, const struct variant *v, uint32_t format, uint32_t kv_format) {
     for (size_t i = 0; i < N_COMPARED; i++)
         if (memcmp(expected + i * TINY_VOCABULARY, actual + i * TINY_VOCABULARY, TINY_VOCABULARY * sizeof *expected))
-            FAIL("position %zu differs: weights %" PRIu32 ", KV %" PRIu32 ", %s, chunk %zu, %u threads, %s, %zu restored", compared[i], format, kv_format,
-              v->isa, v->chunk, v->threads, v->neighbours ? "neighbours" : "alone", v->restored);
+            FAIL("position %zu differs: weights %" PRIu32 ", KV %" PRIu32 ", %s, chunk %zu, %u threads, %s, %zu restored, %zu slots", compared[i], format, kv_format,
+              v->isa, v->chunk, v->threads, v->neighbours ? "neighbours" : "alone", v->restored, v->slots);
 }
 
 static void check_pinned(const float *logits, const struct weights *weights, uint32_t kv_format) {
@@ -150,14 +153,16 @@ static void test_every_way_gives_the_same_bits(const struct weights *weights, ui
     static float expected[N_COMPARED * TINY_VOCABULARY], actual[N_COMPARED * TINY_VOCABULARY];
     static struct text text;
     const struct variant variants[] = {
-        {NULL, 1, 1, false, 0}, {NULL, 7, 2, false, 0},   {NULL, 32, 3, false, 0},   {NULL, 512, 1, false, 0},  {NULL, 512, 2, false, 0},
-        {NULL, 1, 2, true, 0},  {NULL, 7, 3, true, 0},    {NULL, 32, 1, true, 0},    {NULL, 512, 2, true, 0},   {NULL, 32, 2, false, 320},
-        {NULL, 7, 1, true, 333}, {NULL, 512, 3, false, 1},
+        {NULL, 1, 1, false, 0, 0}, {NULL, 7, 2, false, 0, 0},   {NULL, 32, 3, false, 0, 0},   {NULL, 512, 1, false, 0, 0},  {NULL, 512, 2, false, 0, 0},
+        {NULL, 1, 2, true, 0, 0},  {NULL, 7, 3, true, 0, 0},    {NULL, 32, 1, true, 0, 0},    {NULL, 512, 2, true, 0, 0},   {NULL, 32, 2, false, 320, 0},
+        {NULL, 7, 1, true, 333, 0}, {NULL, 512, 3, false, 1, 0},
+        {NULL, 1, 2, false, 0, TINY_TOP_K}, {NULL, 7, 1, true, 0, 3}, {NULL, 32, 2, true, 333, 5}, {NULL, 512, 2, false, 0, 8}, {NULL, 32, 2, false, 0, 12},
     };
     struct tiny_model file;
     colibri_model_t *model = tiny_open(&file, weights->format, flags, 3);
     make_text(&text);
-    run_variant(model, kv_format, &text, &(struct variant){"scalar", 32, 1, false, 0}, expected);
+    slot_bytes = (file.header->expert_bytes + 4095) / 4096 * 4096;
+    run_variant(model, kv_format, &text, &(struct variant){"scalar", 32, 1, false, 0, 0}, expected);
     check_pinned(expected, weights, kv_format);
     CHECK(memcmp(expected, expected + TINY_VOCABULARY, TINY_VOCABULARY * sizeof *expected) != 0);
     for (size_t isa = 0; colibri_isa_name(isa); isa++) {
