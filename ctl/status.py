@@ -61,10 +61,24 @@ def _summary(stats: Figures) -> Iterator[tuple[str, str]]:
     if store := stats.get("store"):
         used, budget = size(store.get("bytes", 0)), size(store.get("budget_bytes", 0))
         yield "KV on disk", f"{used} of {budget}, {counted(store.get('pages', 0), 'page')}"
+    if experts := stats.get("experts"):
+        yield "experts", _experts(experts)
     if engine := stats.get("engine"):
         yield "engine", f"{engine.get('isa')}, {size(engine.get('memory_bytes', 0))} of buffers and KV"
     if lost := _damage(stats):
         yield "mended", lost
+
+
+def _experts(experts: Figures) -> str:
+    """How often an expert was in memory when it was needed, and what of those read ahead was."""
+    routed = experts.get("hits", 0) + experts.get("misses", 0)
+    used = size(experts.get("slots_used", 0) * experts.get("slot_bytes", 0))
+    words = f"{used} of {size(experts.get('budget_bytes', 0))}, {size(experts.get('bytes_read', 0))} read"
+    if routed:
+        words += f", {experts.get('hits', 0) / routed:.1%} in memory when needed"
+    if ahead := experts.get("read_ahead", 0):
+        words += f", {experts.get('read_ahead_used', 0) / ahead:.0%} of those read ahead were needed"
+    return words
 
 
 def _of(figures: Figures, name: str, limit: str) -> str:

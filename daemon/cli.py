@@ -77,6 +77,21 @@ _SETTINGS = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_
     "--kv-disk", "kv_disk_bytes", type=SizeType(), default="20GiB", show_default=True, help="Disk for KV pages."
 )
 @click.option(
+    "--expert-ram",
+    "expert_ram_bytes",
+    type=SizeType(),
+    default=0,
+    show_default="all of them",
+    help="Memory for experts, where it does not hold all of them.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["map", "read"]),
+    default="map",
+    show_default=True,
+    help="Map the model file, or read it at the start.",
+)
+@click.option(
     "--max-batch-size", type=click.IntRange(1, 1024), default=8, show_default=True, help="Sequences computed together."
 )
 @click.option(

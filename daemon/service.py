@@ -20,8 +20,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 import click
@@ -106,13 +105,15 @@ class Daemon:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
-def _open_model(path: Path) -> Model:
+def _open_model(config: Config) -> Model:
+    path = config.model
     if (path / "config.json").is_file():
         raise CannotStart(
             f"{path} is a Hugging Face checkpoint; convert it first: "
             f"colibrictl convert {shlex.quote(str(path))} {shlex.quote(path.resolve().name)}.colibri"
         )
-    return Model(path)
+    weights = "read-trunk" if config.weights == "read" and config.expert_ram_bytes else config.weights
+    return Model(path, weights=weights)
 
 
 def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStack) -> Daemon:
@@ -120,7 +121,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
     try:
         socket = take_passed_socket() or SocketPath(config.socket)
         stack.callback(socket.close)
-        model = stack.enter_context(_open_model(config.model))
+        model = stack.enter_context(_open_model(config))
         model_file = ModelFile(config.model, model.shards)
         tokenizer = Tokenizer.from_model(model.json)
         data = stack.enter_context(DataDir(config.data_dir, budget_bytes=config.kv_disk_bytes))
@@ -129,7 +130,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
     except (OutOfMemory, MemoryError) as error:
         raise CannotStart(f"{str(error) or 'no memory'} ({_MEMORY_HINT})") from error
     except (BadPassedSocket, SocketInUse, NativeError, StoreError, OSError, ValueError) as error:
-        raise CannotStart(str(error)) from error
+        raise CannotStart(str(error).replace("expert_ram_bytes", "--expert-ram")) from error
     key = numerics_key(model.info.fingerprint, kv_format=config.kv_format, version=NUMERICS_VERSION)
     pages = PageTable(context, n_pages=_n_pages(config, model), key=key, store=data.pages)
     limits = Limits(
@@ -184,6 +185,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
                 "memory_bytes": context.memory_bytes,
                 "kv_overflows": context.kv_overflows,
             },
+            "experts": lambda: _expert_figures(context),
             "server": lambda: {"connections": len(server.connections), "max_connections": config.max_connections},
         },
         problems=lambda: _storage_problems(data),
@@ -193,6 +195,12 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         max_connections=config.max_connections,
     )
     return Daemon(config, socket, model, data, engine, executor, dispatcher, server)
+
+
+def _expert_figures(context: Context) -> dict[str, Any]:
+    """Nothing where experts are used from the mapping, of which the system decides what is in memory."""
+    stats = context.expert_stats()
+    return asdict(stats) | {"budget_bytes": stats.slots * stats.slot_bytes} if stats.slots else {}
 
 
 def _storage_problems(data: DataDir) -> list[str]:
@@ -231,6 +239,7 @@ def _open_context(config: Config, model: Model) -> Context:
         max_context=config.context,
         prefill_threads=config.prefill_threads,
         decode_threads=config.decode_threads,
+        expert_ram_bytes=config.expert_ram_bytes,
     )
 
 

@@ -184,7 +184,7 @@ static void lay_out_store(struct colibri_context *ctx, struct arena *arena) {
     TAKE(ctx->early_normed, COLIBRI_ROW_BLOCK * (size_t)header->hidden);
     TAKE(ctx->early_acts, colibri_acts_bytes(COLIBRI_FMT_F32, COLIBRI_ROW_BLOCK, header->hidden));
     TAKE(ctx->early_logits, COLIBRI_ROW_BLOCK * ctx->ld_experts);
-    TAKE(ctx->early_chosen, header->top_k);
+    TAKE(ctx->early_chosen, COLIBRI_ROW_BLOCK * (size_t)header->top_k);
     TAKE(ctx->seers, header->n_experts);
 }
 

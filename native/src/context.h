@@ -126,7 +126,7 @@ struct colibri_context {
     float *early_normed; /* [COLIBRI_ROW_BLOCK][H] */
     uint8_t *early_acts;
     float *early_logits; /* [COLIBRI_ROW_BLOCK][ld_experts] */
-    int32_t *early_chosen; /* [k] */
+    int32_t *early_chosen; /* [k][COLIBRI_ROW_BLOCK] the rows' first choices, then their second ones, … */
     uint8_t *seers;      /* [E] FORESEEN_* */
 
     /* Head (head.c). */

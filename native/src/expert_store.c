@@ -21,6 +21,8 @@
 /* The last dozen of verdicts decide whether a seer is believed. */
 #define VERDICT_WEIGHT 0.1f
 #define BELIEVED 0.5f
+/* Of the readers, so many read ahead: enough to keep a disk at work, few enough that the likeliest is there before the next is begun. */
+#define READ_AHEAD_AT_ONCE 2
 
 size_t colibri_slot_bytes(const struct colibri_file_header *header) { return colibri_round_up(header->expert_bytes, 4096); }
 
@@ -94,7 +96,7 @@ static bool has_next(const struct read_queue *queue) { return queue->next < queu
 static int32_t next_block(struct expert_store *store) {
     bool needed = has_next(&store->needed);
     struct read_queue *queue = needed ? &store->needed : &store->ahead;
-    if (!has_next(queue)) return -1;
+    if (!has_next(queue) || (!needed && store->n_reading_ahead == READ_AHEAD_AT_ONCE)) return -1;
     int32_t slot = free_slot(store, needed);
     if (slot < 0) return -1;
     uint32_t number = queue->blocks[queue->next++];
@@ -102,6 +104,7 @@ static int32_t next_block(struct expert_store *store) {
     if (!needed) {
         store->blocks[number].ahead = true;
         store->n_ahead++;
+        store->n_reading_ahead++;
     }
     return (int32_t)number;
 }
@@ -129,12 +132,14 @@ static void *run_reader(void *argument) {
             pthread_cond_wait(&store->work, &store->mutex);
             continue;
         }
+        bool ahead = store->blocks[number].ahead;
         reader->block = number;
         atomic_store(&reader->give_up, false);
         pthread_mutex_unlock(&store->mutex);
         bool there = read_block(reader, (uint32_t)number);
         pthread_mutex_lock(&store->mutex);
         reader->block = -1;
+        store->n_reading_ahead -= ahead;
         struct block *block = &store->blocks[number];
         if (there) {
             block->state = BLOCK_READY;
@@ -159,7 +164,7 @@ static void judge(struct expert_store *store, size_t first_block) {
         unsigned n = 0, n_right = 0;
         for (uint32_t i = 0; i < store->n_experts; i++) {
             const struct block *block = &store->blocks[first_block + i];
-            if (!(block->foreseen >> seer & 1)) continue;
+            if (!(block->guessed >> seer & 1)) continue;
             n++;
             n_right += block->used;
         }
@@ -175,7 +180,7 @@ static void forget_ahead(struct expert_store *store, size_t first_block) {
         struct block *block = &store->blocks[store->ahead.blocks[store->ahead.next]];
         if (block->state == BLOCK_QUEUED) block->state = BLOCK_ABSENT;
     }
-    for (uint32_t i = 0; i < store->n_experts; i++) store->blocks[first_block + i].foreseen = 0;
+    for (uint32_t i = 0; i < store->n_experts; i++) store->blocks[first_block + i].foreseen = store->blocks[first_block + i].guessed = 0;
     for (unsigned i = 0; i < store->n_readers; i++) {
         int32_t number = store->readers[i].block;
         if (number >= 0 && store->blocks[number].ahead && !store->blocks[number].used) atomic_store(&store->readers[i].give_up, true);
@@ -225,19 +230,28 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-static bool is_ready(const struct expert_store *store, const struct group *group) { return store->blocks[group->block].state == BLOCK_READY; }
+/* Puts the groups that are there to the front; returns how many. */
+static size_t sort_ready(const struct expert_store *store, struct group *groups, size_t n_groups) {
+    size_t n = 0;
+    for (size_t i = 0; i < n_groups; i++) {
+        if (store->blocks[groups[i].block].state != BLOCK_READY) continue;
+        struct group ready = groups[i];
+        groups[i] = groups[n];
+        groups[n++] = ready;
+    }
+    return n;
+}
 
-size_t colibri_store_wait(struct expert_store *store, const struct group *groups, size_t begin) {
+size_t colibri_store_wait(struct expert_store *store, struct group *groups, size_t begin, size_t end) {
     pthread_mutex_lock(&store->mutex);
-    if (!is_ready(store, &groups[begin])) {
+    size_t n_asked = colibri_smaller(end, store->n_asked) - begin, n = sort_ready(store, groups + begin, n_asked);
+    if (n == 0) {
         uint64_t since = now_ns();
-        while (!is_ready(store, &groups[begin])) pthread_cond_wait(&store->done, &store->mutex);
+        while ((n = sort_ready(store, groups + begin, n_asked)) == 0) pthread_cond_wait(&store->done, &store->mutex);
         store->wait_ns += now_ns() - since;
     }
-    size_t end = begin;
-    while (end < store->n_asked && is_ready(store, &groups[end])) end++;
     pthread_mutex_unlock(&store->mutex);
-    return end - begin;
+    return n;
 }
 
 void colibri_store_release(struct expert_store *store, const struct group *groups, size_t begin, size_t end, size_t n_groups) {
@@ -257,17 +271,24 @@ bool colibri_store_misses(struct expert_store *store, uint32_t layer) {
     return misses;
 }
 
-void colibri_store_foresee(struct expert_store *store, uint32_t layer, const uint8_t *seers) {
+static void read_ahead(struct expert_store *store, size_t number) {
+    struct block *block = &store->blocks[number];
+    if (!is_expected(store, block) || block->state != BLOCK_ABSENT) return;
+    block->state = BLOCK_QUEUED;
+    store->ahead.blocks[store->ahead.n++] = (uint32_t)number;
+}
+
+void colibri_store_foresee(struct expert_store *store, uint32_t layer, const uint8_t *seers, const int32_t *likeliest, size_t n_likeliest) {
     size_t first_block = (size_t)layer * store->n_experts;
     pthread_mutex_lock(&store->mutex);
     store->ahead.n = store->ahead.next = 0;
     for (uint32_t i = 0; i < store->n_experts; i++) {
         struct block *block = &store->blocks[first_block + i];
         block->foreseen = seers[i];
-        if (!is_expected(store, block) || block->state != BLOCK_ABSENT) continue;
-        block->state = BLOCK_QUEUED;
-        store->ahead.blocks[store->ahead.n++] = (uint32_t)(first_block + i);
+        block->guessed = block->state == BLOCK_ABSENT ? seers[i] : 0;
     }
+    for (size_t i = 0; i < n_likeliest; i++) read_ahead(store, first_block + (size_t)likeliest[i]);
+    for (uint32_t i = 0; i < store->n_experts; i++) read_ahead(store, first_block + i);
     if (store->ahead.n) pthread_cond_broadcast(&store->work);
     pthread_mutex_unlock(&store->mutex);
 }

@@ -29,6 +29,7 @@ struct block {
     int32_t slot;  /* −1: none */
     uint8_t state; /* below */
     uint8_t foreseen; /* by whom, for the layer's next step */
+    uint8_t guessed;  /* the same, if it was in no slot then: what a seer is judged by, as to foresee what is there is of no use */
     bool pinned;   /* needed by the step that runs */
     bool used;     /* in the layer's last step */
     bool ahead;    /* read before it was needed, and not needed yet */
@@ -60,10 +61,10 @@ struct expert_store {
     uint32_t *missing;                     /* [n_layers] blocks that are in no slot */
     struct read_queue needed, ahead;
     size_t n_pinned, n_asked; /* groups of the layer that were asked for */
-    float right[N_SEERS];     /* share of what each of them foresaw that was needed, of late */
+    float right[N_SEERS];     /* share of what each of them guessed that was needed, of late */
     uint8_t believed;         /* those of them who are right often enough */
     struct reader readers[COLIBRI_READERS];
-    unsigned n_readers;
+    unsigned n_readers, n_reading_ahead;
     bool open, stop;
     pthread_mutex_t mutex;
     pthread_cond_t work, done;
@@ -82,14 +83,15 @@ void colibri_store_close(struct expert_store *store);
 
 /* A layer's step: its groups are known. Counts hits and misses, and asks for as many groups as there are slots, from the first. */
 void colibri_store_begin(struct expert_store *store, size_t first_block, const struct group *groups, size_t n_groups);
-/* Waits for group `begin`; returns how many from it on are there. */
-size_t colibri_store_wait(struct expert_store *store, const struct group *groups, size_t begin);
+/* Waits until any of groups [begin, end) is there; puts those that are to the front of the range and returns how many. */
+size_t colibri_store_wait(struct expert_store *store, struct group *groups, size_t begin, size_t end);
 /* Groups [begin, end) are computed: their slots may be used for others, which are asked for. */
 void colibri_store_release(struct expert_store *store, const struct group *groups, size_t begin, size_t end, size_t n_groups);
 /* Is any expert of the layer (among those with experts) in no slot, so that looking ahead is worth while? */
 bool colibri_store_misses(struct expert_store *store, uint32_t layer);
-/* What is foreseen for a layer that runs next: seers[n_experts], FORESEEN_*. Reads what those foresaw who are right more often than not. */
-void colibri_store_foresee(struct expert_store *store, uint32_t layer, const uint8_t *seers);
+/* What is foreseen for a layer that runs next: seers[n_experts], FORESEEN_*. Reads what those foresaw who are right more often than not, beginning
+ * with likeliest[n_likeliest]. */
+void colibri_store_foresee(struct expert_store *store, uint32_t layer, const uint8_t *seers, const int32_t *likeliest, size_t n_likeliest);
 /* Was the expert used when the layer ran last? */
 static inline bool colibri_store_used(const struct expert_store *store, uint32_t layer, uint32_t expert) {
     return store->blocks[(size_t)layer * store->n_experts + expert].used;

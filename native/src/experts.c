@@ -107,10 +107,12 @@ static void tell_routing(struct colibri_context *ctx, uint32_t number, bool dens
 
 /* ---- what the next layer may need ---- */
 
-/* The next layer's router on what is known now: the residual stream without this layer's experts. */
-static void ask_next_router(struct colibri_context *ctx, const struct layer *next) {
+/* The next layer's router on what is known now: the residual stream without this layer's experts. Returns how many experts it named, likeliest
+ * first. */
+static size_t ask_next_router(struct colibri_context *ctx, const struct layer *next) {
     const struct colibri_file_header *header = &ctx->model->header;
-    size_t n_rows = ctx->step.n_rows, hidden = header->hidden;
+    size_t n_rows = ctx->step.n_rows, hidden = header->hidden, k = header->top_k;
+    int32_t best[COLIBRI_MAX_TOP_K];
     uint8_t bad[COLIBRI_ROW_BLOCK] = {0};
     for (size_t row = 0; row < n_rows; row++)
         (void)ctx->kernels->rmsnorm(ctx->x + row * hidden, next->ffn_norm.data, hidden, header->rms_eps, ctx->early_normed + row * hidden);
@@ -120,9 +122,13 @@ static void ask_next_router(struct colibri_context *ctx, const struct layer *nex
     for (size_t row = 0; row < n_rows; row++) {
         size_t n = 0;
         for (uint32_t expert = 0; expert < header->n_experts; expert++)
-            insert_expert(ctx->early_logits + row * ctx->ld_experts, (int32_t)expert, ctx->early_chosen, &n, header->top_k);
-        for (size_t i = 0; i < n; i++) ctx->seers[ctx->early_chosen[i]] |= FORESEEN_BY_ROUTER;
+            insert_expert(ctx->early_logits + row * ctx->ld_experts, (int32_t)expert, best, &n, k);
+        for (size_t i = 0; i < k; i++) {
+            ctx->early_chosen[i * n_rows + row] = best[i];
+            ctx->seers[best[i]] |= FORESEEN_BY_ROUTER;
+        }
     }
+    return n_rows * k;
 }
 
 /* Asks the store for what the next layer with experts may need; behind the last layer comes the next step's first. */
@@ -136,8 +142,8 @@ static void look_ahead(struct colibri_context *ctx, const struct layer *layer) {
     bool all = next < end && ctx->step.n_rows * header->top_k >= 2 * (size_t)n_experts;
     for (uint32_t expert = 0; expert < n_experts; expert++)
         ctx->seers[expert] = (uint8_t)((all ? FORESEEN_BY_BATCH : 0) | (colibri_store_used(&ctx->store, number, expert) ? FORESEEN_BY_LAST_STEP : 0));
-    if (next < end && ctx->step.n_rows <= COLIBRI_ROW_BLOCK) ask_next_router(ctx, next);
-    colibri_store_foresee(&ctx->store, number, ctx->seers);
+    size_t n = next < end && ctx->step.n_rows <= COLIBRI_ROW_BLOCK ? ask_next_router(ctx, next) : 0;
+    colibri_store_foresee(&ctx->store, number, ctx->seers, ctx->early_chosen, n);
 }
 
 /* ---- a wave of experts ---- */
@@ -160,9 +166,7 @@ struct wave {
     size_t n_groups, n_blocks, first, n_entries;
 };
 
-/* The wave that begins with a group; of a store it has only what is there. */
 static struct wave next_wave(struct colibri_context *ctx, const struct layer *layer, size_t begin, size_t n_groups) {
-    if (ctx->store.slots) n_groups = begin + colibri_store_wait(&ctx->store, ctx->groups, begin);
     struct wave wave = {.ctx = ctx, .layer = layer, .groups = ctx->groups + begin, .first = ctx->groups[begin].first};
     for (size_t i = begin; i < n_groups && wave.n_entries + ctx->groups[i].n_rows <= ctx->slots; i++) {
         ctx->groups[i].first_block = wave.n_blocks;
@@ -266,15 +270,20 @@ static void combine_row(void *argument, size_t row, unsigned worker) {
 
 static void run_experts(struct colibri_context *ctx, const struct layer *layer, size_t n_groups) {
     unsigned n_threads = ctx->step.n_threads;
-    for (size_t begin = 0; begin < n_groups;) {
+    for (size_t begin = 0, end; begin < n_groups; begin = end) {
         struct wave wave = next_wave(ctx, layer, begin, n_groups);
-        colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, gather_group, &wave);
-        multiply_gate_up(&wave);
-        colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, activate_group, &wave);
-        multiply_down(&wave);
+        end = begin + wave.n_groups;
+        for (size_t at = begin; at < end; at += wave.n_groups) {
+            /* Of a store, those that are there while others are read; they are added up in order all the same. */
+            wave.groups = ctx->groups + at;
+            wave.n_groups = ctx->store.slots ? colibri_store_wait(&ctx->store, ctx->groups, at, end) : end - at;
+            colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, gather_group, &wave);
+            multiply_gate_up(&wave);
+            colibri_pool_run(&ctx->pool, n_threads, wave.n_groups, activate_group, &wave);
+            multiply_down(&wave);
+            if (ctx->store.slots) colibri_store_release(&ctx->store, ctx->groups, at, at + wave.n_groups, n_groups);
+        }
         colibri_pool_run(&ctx->pool, n_threads, ctx->step.n_rows, combine_row, &wave);
-        if (ctx->store.slots) colibri_store_release(&ctx->store, ctx->groups, begin, begin + wave.n_groups, n_groups);
-        begin += wave.n_groups;
     }
 }
 

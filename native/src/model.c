@@ -21,7 +21,7 @@
 /* What is asked for ahead in one call: the system shortens a call to what the disk takes at once, of which this is the smallest usual. */
 #define ASK_BYTES ((size_t)128 << 10)
 /* What is read in one call: enough for the disk's full speed, little enough to stop soon. */
-#define READ_BYTES ((size_t)1 << 20)
+#define READ_BYTES ((size_t)2 << 20)
 /* Direct reads are multiples of it, in memory and on disk. */
 #define DIRECT_BYTES ((size_t)4096)
 

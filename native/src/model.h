@@ -15,6 +15,9 @@
 #include "error.h"
 #include "file_format.h"
 
+/* Experts of one token and layer; far above any published model. */
+#define COLIBRI_MAX_TOP_K 64u
+
 /* A tensor in the mapping; data is NULL where the architecture has none. VECTORs are [1][cols] f32. */
 struct tensor {
     const void *data;

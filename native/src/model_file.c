@@ -20,7 +20,6 @@
 #define MAX_VOCABULARY (1u << 24)
 #define MAX_HEADS (1u << 12)
 #define MAX_EXPERTS (1u << 12)
-#define MAX_TOP_K 64u
 #define MAX_POSITIONS (1u << 30)
 #define MAX_TENSORS (1u << 16)
 #define MAX_LAYERS 1024u /* bits in dense_layers */
@@ -133,7 +132,7 @@ static int check_dimensions(const struct colibri_file_header *header, struct col
         {"head_dim", header->head_dim, 1, COLIBRI_MAX_HEAD_DIM},
         {"rotary_dim", header->rotary_dim, 2, header->head_dim},
         {"n_experts", header->n_experts, 1, MAX_EXPERTS},
-        {"top_k", header->top_k, 1, header->n_experts < MAX_TOP_K ? header->n_experts : MAX_TOP_K},
+        {"top_k", header->top_k, 1, header->n_experts < COLIBRI_MAX_TOP_K ? header->n_experts : COLIBRI_MAX_TOP_K},
         {"expert_width", header->expert_width, 1, MAX_WIDTH},
         {"shared_width", header->shared_width, shared, shared ? MAX_WIDTH : 0},
         {"dense_width", header->dense_width, 0, MAX_WIDTH},

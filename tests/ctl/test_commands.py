@@ -213,6 +213,13 @@ def test_status_fits_on_a_screen(ctl: Ctl, daemon: FakeDaemon) -> None:
     ]
 
 
+def test_status_tells_of_the_memory_for_experts(ctl: Ctl, daemon: FakeDaemon) -> None:
+    experts = {"slots": 4, "slot_bytes": 1 << 20, "slots_used": 3, "budget_bytes": 4 << 20, "bytes_read": 5 << 20}
+    answering(daemon, "stats", {"experts": experts | {"hits": 9, "misses": 1, "read_ahead": 4, "read_ahead_used": 3}})
+    words = "3.0 MiB of 4.0 MiB, 5.0 MiB read, 90.0% in memory when needed, 75% of those read ahead were needed"
+    assert ctl("status").stdout.splitlines()[2] == f"experts     {words}"
+
+
 def test_status_says_what_is_wrong_before_all_else(ctl: Ctl, daemon: FakeDaemon) -> None:
     answering(daemon, "health", {"status": "degraded", "problems": ["the disk is full"], "model_file": "removed"})
     answering(daemon, "stats", FULL_STATS | {"pages": {"bad": 1, "write_failures": 2}, "store": {"corrupt": 1}})

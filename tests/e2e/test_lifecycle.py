@@ -80,6 +80,7 @@ def test_a_model_file_that_is_cut_is_refused_with_both_sizes(tiny_model_path: Pa
         (["--kv-ram", "much"], "is not a size"),
         (["--context", "100000"], "more than the 4096 of the model"),
         (["--http", "localhost:80"], "--http"),
+        (["--expert-ram", "1KiB"], "--expert-ram: 1024 hold 0 experts of .* give at least"),
         (["--kv-ram", "9000TiB"], "--kv-ram 9000 TiB is too large"),
     ],
 )

@@ -100,6 +100,15 @@ def test_experts_are_read_before_they_are_routed_to(sparse_model_path: Path) -> 
         assert 0 < stats.read_ahead_used <= stats.read_ahead
 
 
+def test_the_next_layers_router_is_asked_early(sparse_model_path: Path) -> None:
+    with Model(sparse_model_path) as model, open_context(model, 16) as context:
+        for token in TOKENS:
+            run(context, [token])  # each alone, so that nothing is known of the last one
+        stats = context.expert_stats()
+        assert stats.read_ahead_used > 0
+        assert stats.hits + stats.misses == len(TOKENS) * SPARSE.n_layers * TOP_K
+
+
 def test_less_than_a_token_needs_is_refused_with_what_would_do(sparse_model_path: Path) -> None:
     with Model(sparse_model_path) as model:
         least = TOP_K * slot_bytes(model)
