@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -44,6 +44,7 @@ from colibri.protocol.errors import (
     InvalidRequest,
     SessionExists,
     SessionNotFound,
+    StorageError,
 )
 
 log = logging.getLogger(__name__)
@@ -234,8 +235,10 @@ class Reply:
 
 
 def _finish(turn: Turn, unsaved: list[int], reason: str, n_tokens: int, message: dict[str, Any] | None) -> None:
+    """The turn is over whatever happens, or its session would be busy for ever."""
     if unsaved:
-        turn.append(unsaved)
+        with suppress(StorageError):  # they are written with the end, which tells what is wrong
+            turn.append(unsaved)
     turn.finish(reason=reason, n_tokens=n_tokens, message=message)
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colibri.daemon.completion import _finish as end_turn
 from colibri.daemon.sessions import Session, Sessions, SessionSummary, Turn
 from colibri.kvstore import DataDir, Record, StoreFull, TruthStore, truth
 from colibri.protocol import errors
@@ -363,6 +364,22 @@ def test_a_full_disk_ends_the_turn_as_storage_full_and_leaves_what_was_accepted(
         assert session.tokens == [1, 2, 3, 4]
     say(session, [6], [7])
     assert reopen().get("alice").tokens == [1, 2, 3, 4, 6, 7]
+
+
+def test_a_turn_whose_last_tokens_find_no_room_is_over_and_the_next_one_begins(
+    reopen: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StoreFull("no space left")
+
+    session = reopen().get_or_create("alice")
+    turn = session.begin_turn(keep=0, new_tokens=[1], messages=[USER], sampling={})
+    with monkeypatch.context() as patch:
+        patch.setattr(TruthStore, "commit", full)
+        with pytest.raises(errors.StorageFull):
+            end_turn(turn, [2], "stop", 1, REPLY)
+    assert not session.active
+    say(session, [3], [4])
 
 
 def test_tokens_that_a_failed_append_kept_are_written_by_the_next(
