@@ -93,6 +93,20 @@ SHAPES = {
             },
         ),
         Shape(
+            "sparse32",  # 2 of 32 experts: little of a file is needed for a first token
+            8,
+            {
+                "model_type": "mixtral",
+                "hidden_size": 2048,
+                "vocab_size": 32000,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 4096,
+            },
+        ),
+        Shape(
             "tiny",  # for tests: seconds on any machine
             2,
             {

@@ -2,6 +2,7 @@
 
     python -m colibri.bench.quality f32.colibri bf16.colibri q8.colibri     # the first is the reference
     python -m colibri.bench.quality --gates f32.colibri                     # against itself with its gates rounded
+    python -m colibri.bench.quality --static-table TABLE q8.colibri         # against itself, routed by a table
     python -m colibri.bench.quality --llama-cpp MODEL.gguf f32.colibri      # against llama.cpp's formats of the same
 
 Both models read the same tokens (the reference's tokenizer, `quality_text.txt` unless told otherwise) and at every
@@ -84,11 +85,20 @@ def read_text(path: Path, tokenizer: str, most: int) -> list[int]:
     return ids[:most]
 
 
-def run(model: Model, tokens: Sequence[int], kv_format: str) -> Iterator[Chunk]:
+def run(model: Model, tokens: Sequence[int], kv_format: str, static_table: Path | None = None) -> Iterator[Chunk]:
     """Logits [n, vocabulary] and experts [n, n_layers, top_k] of the text, CHUNK_ROWS positions after another."""
     n_pages = -(-len(tokens) // PAGE_TOKENS)
+    routing = "static" if static_table else "exact"
     with closing(
-        Context(model, n_pages=n_pages, kv_format=kv_format, max_rows=CHUNK_ROWS, max_logits=CHUNK_ROWS)
+        Context(
+            model,
+            n_pages=n_pages,
+            kv_format=kv_format,
+            max_rows=CHUNK_ROWS,
+            max_logits=CHUNK_ROWS,
+            static_table=static_table,
+            routing=routing,
+        )
     ) as context:
         for begin in range(0, len(tokens), CHUNK_ROWS):
             rows = tokens[begin : begin + CHUNK_ROWS]
@@ -159,6 +169,14 @@ def compare(
             raise ValueError(f"{other} is not the model of {reference}: (vocabulary, layers, experts, top-k) differ")
         tally.add_all(run(one, tokens, "f32"), run(two, tokens, kv_format), tokens)
     return tally.agreement(name or other.name)
+
+
+def compare_static(reference: Path, table: Path, tokens: Sequence[int]) -> Agreement:
+    """The reference against itself, its experts chosen by a static table."""
+    tally = Tally()
+    with Model(reference) as model:
+        tally.add_all(run(model, tokens, "f32"), run(model, tokens, "f32", table), tokens)
+    return tally.agreement(f"routed by {table.name}")
 
 
 # ---- llama.cpp ----
@@ -287,14 +305,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("reference", type=Path, help="the .colibri file that the others are held against")
     parser.add_argument("others", type=Path, nargs="*", help="files of the same model in other formats")
     parser.add_argument("--gates", action="store_true", help="compare the reference with itself, its gates rounded")
+    parser.add_argument("--static-table", type=Path, help="compare the reference with itself, routed by this table")
     parser.add_argument("--llama-cpp", type=Path, metavar="GGUF", help="compare with llama.cpp's formats of this file")
     parser.add_argument("--text", type=Path, default=TEXT, help="what is read (default: quality_text.txt)")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="at most so many tokens of it (default: all)")
     parser.add_argument("--kv-format", default="f32", choices=["f32", "f16"], help="of the others (default: f32)")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args(arguments)
-    if not options.others and not options.gates and not options.llama_cpp:
-        parser.error("give files to compare, --gates, or --llama-cpp")
+    if not (options.others or options.gates or options.llama_cpp or options.static_table):
+        parser.error("give files to compare, --gates, --static-table, or --llama-cpp")
     return options
 
 
@@ -306,6 +325,8 @@ def main(arguments: Sequence[str]) -> int:
     results = [compare(options.reference, other, tokens, kv_format=options.kv_format) for other in options.others]
     if options.gates:
         results += compare_gates(options.reference, tokens)
+    if options.static_table:
+        results.append(compare_static(options.reference, options.static_table, tokens))
     if options.llama_cpp:
         results += compare_llama_cpp(options.reference, options.llama_cpp, tokens)
     print(f"{options.reference.name}, {results[0].n_tokens} tokens, perplexity {results[0].reference_perplexity:.4f}\n")

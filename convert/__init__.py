@@ -1,5 +1,6 @@
 """Hugging Face checkpoints to .colibri files, and a look into them."""
 
+from .calibration import Calibration, calibrate
 from .converter import Progress, Report, convert
 from .errors import (
     CheckpointError,
@@ -15,6 +16,7 @@ from .errors import (
 from .inspection import Inspection, LayerPlan, inspect
 
 __all__ = [
+    "Calibration",
     "CheckpointError",
     "ConfigError",
     "ConvertError",
@@ -28,6 +30,7 @@ __all__ = [
     "Report",
     "TensorError",
     "UnsupportedModel",
+    "calibrate",
     "convert",
     "inspect",
 ]

@@ -9,7 +9,7 @@ import click
 from .chat import chat
 from .command import SETTINGS, Commands
 from .demo import demo
-from .files import convert, inspect
+from .files import calibrate, convert, inspect
 from .generate import detokenize, generate, score, tokenize
 from .sessions import sessions
 from .status import status
@@ -31,5 +31,5 @@ def cli() -> None:
     """
 
 
-for command in (generate, chat, score, tokenize, detokenize, sessions, status, convert, inspect, demo):
+for command in (generate, chat, score, tokenize, detokenize, sessions, status, convert, inspect, calibrate, demo):
     cli.add_command(command)

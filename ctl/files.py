@@ -1,4 +1,7 @@
-"""convert and inspect: model files, without a daemon. The work is done by colibri.convert, imported when asked for."""
+"""convert, inspect, calibrate: model files, without a daemon.
+
+The work is done by colibri.convert, imported when asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, TextIO
 
 import click
 
@@ -94,3 +97,36 @@ def inspect(model: Path, verify: bool, as_json: bool) -> None:
     with converter(as_json) as library:
         inspection = library.inspect(model, verify=verify)
     print_json(inspection.to_dict()) if as_json else print_figures(inspection.to_dict())
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("text", type=click.File("r", encoding="utf-8"))
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where the table goes. [default: MODEL.table]"
+)
+@offline
+def calibrate(model: Path, text: TextIO, out: Path | None, as_json: bool) -> None:
+    """Learn from TEXT to which experts MODEL sends each token, for `colibrid --static-table`.
+
+    MODEL may be `default`, the model that comes with colibri; TEXT may be `-`, the standard input.
+
+    \b
+    colibrictl calibrate qwen3.colibri letters.txt
+    """
+    out = out or (Path("default.colibri.table") if str(model) == "default" else model.with_name(model.name + ".table"))
+    if str(model) == "default":
+        model = Path(carried_model() or model)
+    with converter(as_json) as library, progress_bar(as_json) as progress:
+        told = None
+        if progress is not None:
+            show = progress
+
+            def told(done: int, total: int) -> None:
+                show(SimpleNamespace(done_bytes=done, total_bytes=total, what="tokens"))
+
+        try:
+            report = library.calibrate(model, text.read(), out, progress=told)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="TEXT") from error
+    print_json(report.to_dict()) if as_json else print_figures(report.to_dict())

@@ -85,6 +85,19 @@ _SETTINGS = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_
     help="Memory for experts, where it does not hold all of them.",
 )
 @click.option(
+    "--static-table",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="What `colibrictl calibrate` learned of the model: which experts a token will need.",
+)
+@click.option(
+    "--routing",
+    type=click.Choice(["exact", "static"]),
+    default="exact",
+    show_default=True,
+    help="By the model's router, or by the static table: an approximation.",
+)
+@click.option(
     "--weights",
     type=click.Choice(["map", "read"]),
     default="map",

@@ -256,6 +256,7 @@ class Completer:
         defaults: Defaults,
         sessions: Sessions,
         numerics: Mapping[str, Any],
+        approximation: str | None = None,
         executor: Executor,
         text_executor: Executor,
     ) -> None:
@@ -267,6 +268,7 @@ class Completer:
         self._defaults = defaults
         self._sessions = sessions
         self._numerics = dict(numerics)
+        self._approximation = approximation
         self._executor = executor
         self._text_executor = text_executor
         self.order = TurnOrder()
@@ -379,7 +381,7 @@ class Completer:
         """Why pages of earlier turns cannot be used, if they cannot."""
         if session is None or not session.turns:
             return None
-        was = session.turns[-1].sampling.get("numerics", self._numerics)
+        was = {"routing": "exact"} | session.turns[-1].sampling.get("numerics", self._numerics)
         changed = [
             f"{name} was {was.get(name)}, is {now}" for name, now in self._numerics.items() if was.get(name) != now
         ]
@@ -419,7 +421,7 @@ class Completer:
             seed=seed,
             durable=turn is not None,
             session=None if turn is None else _state(turn.session, prompt.created),
-            note=prompt.note,
+            note="; ".join(filter(None, (self._approximation, prompt.note))) or None,
         )
 
     def _sampling(self, request: wire.Completing, seed: int) -> Sampling:

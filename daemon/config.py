@@ -69,6 +69,8 @@ class Config:
     kv_ram_bytes: int = 1 << 30
     kv_disk_bytes: int = 20 << 30
     weights: Literal["map", "read"] = "map"
+    static_table: Path | None = None
+    routing: Literal["exact", "static"] = "exact"
     expert_ram_bytes: int = 0  # memory for experts; 0: as much as the system gives
     max_batch_size: int = 8
     max_step_rows: int = 512

@@ -58,6 +58,9 @@ _MEMORY_HINT = "lower --kv-ram, or raise the limit: ulimit -v, or LimitAS= of it
 _SAVE_TIMEOUT_S = 20.0
 
 
+APPROXIMATE = "approximate: experts are chosen by a static table, not by the model's router"
+
+
 class CannotStart(click.ClickException):
     """What stands in the way, in one line; exit code 1."""
 
@@ -131,7 +134,8 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         raise CannotStart(f"{str(error) or 'no memory'} ({_MEMORY_HINT})") from error
     except (BadPassedSocket, SocketInUse, NativeError, StoreError, OSError, ValueError) as error:
         raise CannotStart(str(error).replace("expert_ram_bytes", "--expert-ram")) from error
-    key = numerics_key(model.info.fingerprint, kv_format=config.kv_format, version=NUMERICS_VERSION)
+    routing = f"static {context.table_checksum:016x}" if config.routing == "static" else "exact"
+    key = numerics_key(model.info.fingerprint, kv_format=config.kv_format, routing=routing, version=NUMERICS_VERSION)
     pages = PageTable(context, n_pages=_n_pages(config, model), key=key, store=data.pages)
     limits = Limits(
         vocabulary=model.info.vocabulary,
@@ -161,7 +165,8 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         end_tokens=frozenset(model.info.end_tokens),
         defaults=Defaults.from_generation_config(model.json.get("generation_config")),
         sessions=sessions,
-        numerics={"kv_format": config.kv_format, "numerics_version": NUMERICS_VERSION},
+        numerics={"kv_format": config.kv_format, "numerics_version": NUMERICS_VERSION, "routing": routing},
+        approximation=None if config.routing == "exact" else APPROXIMATE,
         executor=executor,
         text_executor=text_executor,
     )
@@ -182,6 +187,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
             "store": data.pages.stats,
             "engine": lambda: {
                 "isa": context.isa,
+                "routing": config.routing,
                 "memory_bytes": context.memory_bytes,
                 "kv_overflows": context.kv_overflows,
             },
@@ -240,6 +246,8 @@ def _open_context(config: Config, model: Model) -> Context:
         prefill_threads=config.prefill_threads,
         decode_threads=config.decode_threads,
         expert_ram_bytes=config.expert_ram_bytes,
+        static_table=config.static_table,
+        routing=config.routing,
     )
 
 

@@ -88,6 +88,9 @@ typedef struct colibri_model_info {
     uint32_t n_shards; /* files beside this one that hold the experts; 1: none, they are in it */
 } colibri_model_info_t;
 
+/* Who decides which experts a token goes to: the model's router, or a table that was learned from a text (an approximation, part of the numerics key). */
+enum { COLIBRI_ROUTING_EXACT = 0, COLIBRI_ROUTING_STATIC = 1 };
+
 typedef struct colibri_model_options {
     size_t struct_bytes;
     uint32_t weights; /* COLIBRI_WEIGHTS_* */
@@ -106,6 +109,8 @@ typedef struct colibri_context_options {
     const char *isa;          /* "scalar", "avx2", "avxvnni", "avx512vnni", "amx"; NULL: $COLIBRI_ISA, else the best that passes its trial */
     /* Since 0.1; a struct that ends before it is taken. */
     uint64_t expert_ram_bytes; /* memory for experts, which are read into it as they are routed to; 0: they are used where the model has them */
+    const char *static_table;  /* path of a table of this model (docs/format.md); NULL: none. It foresees what to read into expert_ram_bytes */
+    uint32_t routing;          /* COLIBRI_ROUTING_*; static needs the table */
 } colibri_context_options_t;
 
 /* What became of expert_ram_bytes. Counted since open. */
@@ -183,7 +188,8 @@ COLIBRI_API const char *colibri_model_json(const colibri_model_t *model);
 /* Reads the whole file and compares every checksum. E_CHECKSUM names the first tensor or expert block that differs. */
 COLIBRI_API int colibri_model_verify(const colibri_model_t *model, char *err, size_t err_bytes);
 
-/* Lays out all memory and starts the threads. E_INVALID, E_NOMEM, E_UNSUPPORTED (an unknown or failing instruction set).
+/* Lays out all memory and starts the threads. E_INVALID, E_NOMEM, E_UNSUPPORTED (an unknown or failing instruction set); of a static table
+ * also E_IO, E_FORMAT and E_CHECKSUM.
  * The model must outlive the context. */
 COLIBRI_API int colibri_context_open(colibri_context_t **out, colibri_model_t *model, const colibri_context_options_t *options,
                                      char *err, size_t err_bytes);
@@ -195,6 +201,8 @@ COLIBRI_API const char *colibri_context_isa(const colibri_context_t *ctx);
 COLIBRI_API size_t colibri_context_bytes(const colibri_context_t *ctx);
 /* K or V values that did not fit the KV format since open. */
 COLIBRI_API uint64_t colibri_context_kv_overflows(const colibri_context_t *ctx);
+/* Checksum of the static table, by which two can be told apart; 0: there is none. */
+COLIBRI_API uint64_t colibri_context_table_checksum(const colibri_context_t *ctx);
 /* E_INVALID if struct_bytes is unknown. Any thread. */
 COLIBRI_API int colibri_context_expert_stats(colibri_context_t *ctx, colibri_expert_stats_t *stats);
 /* The words of the last failed call on this context; "" if it did not fail. */

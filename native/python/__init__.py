@@ -42,6 +42,7 @@ ROW_LOGITS: int = _lib.COLIBRI_ROW_LOGITS
 ROW_SCORE: int = _lib.COLIBRI_ROW_SCORE
 
 _KV_FORMATS = {"f32": _lib.COLIBRI_KV_F32, "f16": _lib.COLIBRI_KV_F16}
+_ROUTING = {"exact": _lib.COLIBRI_ROUTING_EXACT, "static": _lib.COLIBRI_ROUTING_STATIC}
 _WEIGHTS = {
     "map": _lib.COLIBRI_WEIGHTS_MAP,
     "read": _lib.COLIBRI_WEIGHTS_READ,
@@ -338,11 +339,16 @@ class Context:
         isa: str | None = None,
         seed: int = 0,
         expert_ram_bytes: int = 0,
+        static_table: str | os.PathLike[str] | None = None,
+        routing: str = "exact",
     ) -> None:
         self._context: Any = None
         self._model = model
         if kv_format not in _KV_FORMATS:
             raise InvalidArgument(f"kv_format: {kv_format!r} is none of {', '.join(_KV_FORMATS)}")
+        if routing not in _ROUTING:
+            raise InvalidArgument(f"routing: {routing!r} is none of {', '.join(_ROUTING)}")
+        table = _ffi.NULL if static_table is None else _ffi.new("char[]", os.fsencode(static_table))
         name = _ffi.NULL if isa is None else _ffi.new("char[]", isa.encode())
         options = _new_struct(
             "colibri_context_options_t",
@@ -356,6 +362,8 @@ class Context:
             seed=seed,
             isa=name,
             expert_ram_bytes=expert_ram_bytes,
+            static_table=table,
+            routing=_ROUTING[routing],
         )
         out, error = _ffi.new("colibri_context_t **"), _ffi.new("char[]", _ERROR_BYTES)
         _check(_lib.colibri_context_open(out, model._handle, options, error, _ERROR_BYTES), error)
@@ -364,6 +372,7 @@ class Context:
         self.kv_format = kv_format
         self.page_bytes = int(_lib.colibri_kv_page_bytes(self._context))
         self.memory_bytes = int(_lib.colibri_context_bytes(self._context))
+        self.table_checksum = int(_lib.colibri_context_table_checksum(self._context))  # 0: no static table
         self.isa = _text(_lib.colibri_context_isa(self._context))
 
     @property

@@ -67,6 +67,15 @@ static int check_options(const struct colibri_model *model, const colibri_contex
     return COLIBRI_OK;
 }
 
+/* Of options that a shorter struct does not have. */
+static int check_later_options(const struct colibri_model *model, const colibri_context_options_t *options, struct colibri_error error) {
+    if (options->routing > COLIBRI_ROUTING_STATIC)
+        return colibri_fail(error, COLIBRI_E_INVALID, "routing: %" PRIu32 " is none of COLIBRI_ROUTING_*", options->routing);
+    if (options->routing == COLIBRI_ROUTING_STATIC && !options->static_table)
+        return colibri_fail(error, COLIBRI_E_INVALID, "routing: static needs a static_table; `colibrictl calibrate` makes one");
+    return check_expert_ram(&model->header, options->expert_ram_bytes, error);
+}
+
 static uint32_t or_default(uint32_t value, uint32_t otherwise) { return value ? value : otherwise; }
 
 static void apply_options(struct colibri_context *ctx, const struct colibri_model *model, const colibri_context_options_t *options) {
@@ -81,6 +90,7 @@ static void apply_options(struct colibri_context *ctx, const struct colibri_mode
         .prefill_threads = or_default(options->prefill_threads, cores),
         .decode_threads = or_default(options->decode_threads, cores),
         .seed = options->seed,
+        .routing = options->routing,
         .store.n_slots = (uint32_t)colibri_slots_in(&model->header, options->expert_ram_bytes),
     };
 }
@@ -283,7 +293,7 @@ static int open_store(struct colibri_context *ctx, struct colibri_model *model, 
     if (ctx->store.n_slots == 0) return COLIBRI_OK;
     ctx->store.slots = map_memory(store_bytes(ctx));
     if (!ctx->store.slots) return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %zu bytes for experts: %s", store_bytes(ctx), strerror(errno));
-    return colibri_store_open(&ctx->store, model, error);
+    return colibri_store_open(&ctx->store, model, ctx->table.frequencies, error);
 }
 
 /* ---- public ---- */
@@ -298,14 +308,18 @@ int colibri_context_open(colibri_context_t **out, colibri_model_t *model, const 
     colibri_context_options_t known = {0};
     memcpy(&known, options, options->struct_bytes);
     options = &known;
-    if ((code = check_expert_ram(&model->header, options->expert_ram_bytes, error))) return code;
+    if ((code = check_later_options(model, options, error))) return code;
     const struct colibri_kernels *kernels = colibri_kernels_open(options->isa, error);
     if (!kernels) return COLIBRI_E_UNSUPPORTED;
 
     struct colibri_context plan, *ctx = NULL;
     apply_options(&plan, model, options);
     plan.kernels = kernels;
-    if ((code = map_context(&plan, &ctx, error))) return code;
+    if (options->static_table && (code = colibri_table_open(&plan.table, model, options->static_table, error))) return code;
+    if ((code = map_context(&plan, &ctx, error))) {
+        colibri_table_close(&plan.table);
+        return code;
+    }
     unsigned n_threads = (unsigned)colibri_larger(ctx->prefill_threads, ctx->decode_threads);
     if ((code = colibri_pool_open(&ctx->pool, ctx->workers, n_threads, error)) || (code = open_store(ctx, model, error))) {
         colibri_context_close(ctx);
@@ -319,6 +333,7 @@ void colibri_context_close(colibri_context_t *ctx) {
     if (!ctx) return;
     colibri_pool_close(&ctx->pool);
     colibri_store_close(&ctx->store);
+    colibri_table_close(&ctx->table);
     if (ctx->store.slots) munmap(ctx->store.slots, store_bytes(ctx));
     munmap(ctx->memory, ctx->memory_bytes);
 }
@@ -326,6 +341,7 @@ void colibri_context_close(colibri_context_t *ctx) {
 const char *colibri_context_isa(const colibri_context_t *ctx) { return ctx->kernels->name; }
 size_t colibri_context_bytes(const colibri_context_t *ctx) { return ctx->memory_bytes + store_bytes(ctx); }
 uint64_t colibri_context_kv_overflows(const colibri_context_t *ctx) { return atomic_load(&ctx->kv_overflows); }
+uint64_t colibri_context_table_checksum(const colibri_context_t *ctx) { return ctx->table.header ? ctx->table.header->checksum : 0; }
 int colibri_context_expert_stats(colibri_context_t *ctx, colibri_expert_stats_t *stats) {
     if (stats->struct_bytes != sizeof *stats) return COLIBRI_E_INVALID;
     colibri_store_stats(&ctx->store, stats);

@@ -14,6 +14,7 @@
 #include "expert_store.h"
 #include "kernels/kernels.h"
 #include "model.h"
+#include "static_table.h"
 #include "threads.h"
 
 /* Rows of one sequence that attend together: a page's worth, so that the blocks they see differ by one at most. */
@@ -56,6 +57,7 @@ struct step {
     size_t n_rows, n_blocks; /* row blocks */
     size_t n_spans;
     unsigned n_threads;
+    size_t moe_layer; /* that runs, among those with experts */
     bool pending; /* y is still to be added to x */
 };
 
@@ -129,6 +131,9 @@ struct colibri_context {
     int32_t *early_chosen; /* [k][COLIBRI_ROW_BLOCK] the rows' first choices, then their second ones, … */
     uint8_t *seers;      /* [E] FORESEEN_* */
 
+    struct static_table table;
+    uint32_t routing; /* COLIBRI_ROUTING_* */
+
     /* Head (head.c). */
     float *logits;       /* [max_logits][ld_vocabulary], held */
     float *score_logits; /* [COLIBRI_SCORE_ROWS][ld_vocabulary] */
@@ -174,6 +179,8 @@ void colibri_prepare_rows(struct colibri_context *ctx, const float *from, size_t
 /* attention.c, experts.c, head.c: the stages. */
 void colibri_attention_half(struct colibri_context *ctx, uint32_t layer);
 void colibri_ffn_half(struct colibri_context *ctx, uint32_t layer);
+/* Asks for what the first layer with experts will need, by what is known of the step's tokens. */
+void colibri_foresee_first(struct colibri_context *ctx);
 void colibri_head(struct colibri_context *ctx);
 /* log-probability of a token under one row of logits, by docs/numerics.md. max and sum: of the row. */
 float colibri_logprob(float logit, float max, float sum);

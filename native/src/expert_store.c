@@ -174,12 +174,14 @@ static void judge(struct expert_store *store, size_t first_block) {
     }
 }
 
+static void empty_ahead(struct expert_store *store) {
+    for (; has_next(&store->ahead); store->ahead.next++) store->blocks[store->ahead.blocks[store->ahead.next]].state = BLOCK_ABSENT;
+    store->ahead.n = store->ahead.next = 0;
+}
+
 /* What was foreseen and not needed is not read. */
 static void forget_ahead(struct expert_store *store, size_t first_block) {
-    for (; has_next(&store->ahead); store->ahead.next++) {
-        struct block *block = &store->blocks[store->ahead.blocks[store->ahead.next]];
-        if (block->state == BLOCK_QUEUED) block->state = BLOCK_ABSENT;
-    }
+    empty_ahead(store);
     for (uint32_t i = 0; i < store->n_experts; i++) store->blocks[first_block + i].foreseen = store->blocks[first_block + i].guessed = 0;
     for (unsigned i = 0; i < store->n_readers; i++) {
         int32_t number = store->readers[i].block;
@@ -281,7 +283,7 @@ static void read_ahead(struct expert_store *store, size_t number) {
 void colibri_store_foresee(struct expert_store *store, uint32_t layer, const uint8_t *seers, const int32_t *likeliest, size_t n_likeliest) {
     size_t first_block = (size_t)layer * store->n_experts;
     pthread_mutex_lock(&store->mutex);
-    store->ahead.n = store->ahead.next = 0;
+    empty_ahead(store);
     for (uint32_t i = 0; i < store->n_experts; i++) {
         struct block *block = &store->blocks[first_block + i];
         block->foreseen = seers[i];
@@ -311,9 +313,12 @@ void colibri_store_stats(struct expert_store *store, colibri_expert_stats_t *sta
     pthread_mutex_unlock(&store->mutex);
 }
 
-int colibri_store_open(struct expert_store *store, struct colibri_model *model, struct colibri_error error) {
+int colibri_store_open(struct expert_store *store, struct colibri_model *model, const float *frequencies, struct colibri_error error) {
     store->model = model;
-    for (size_t i = 0; i < (size_t)store->n_layers * store->n_experts; i++) store->blocks[i].slot = -1;
+    for (size_t i = 0; i < (size_t)store->n_layers * store->n_experts; i++) {
+        store->blocks[i].slot = -1;
+        if (frequencies) store->blocks[i].value = frequencies[i] / (1 - DECAY); /* what it would be after many such steps */
+    }
     for (uint32_t i = 0; i < store->n_slots; i++) store->slot_blocks[i] = -1;
     for (uint32_t i = 0; i < store->n_layers; i++) store->missing[i] = store->n_experts;
     for (unsigned i = 0; i < N_SEERS; i++) store->right[i] = 1;

@@ -77,8 +77,9 @@ struct group;
 /* Bytes of a slot; slots that a budget gives, at most all blocks. */
 size_t colibri_slot_bytes(const struct colibri_file_header *header);
 size_t colibri_slots_in(const struct colibri_file_header *header, uint64_t budget_bytes);
-/* Lays out nothing: slots, blocks, slot_blocks, missing and both queues' arrays are the caller's memory. Starts the readers. */
-int colibri_store_open(struct expert_store *store, struct colibri_model *model, struct colibri_error error);
+/* Lays out nothing: slots, blocks, slot_blocks, missing and both queues' arrays are the caller's memory. Starts the readers.
+ * frequencies: [n_layers][n_experts] how often each was used elsewhere, by the step, to begin with; or NULL. */
+int colibri_store_open(struct expert_store *store, struct colibri_model *model, const float *frequencies, struct colibri_error error);
 void colibri_store_close(struct expert_store *store);
 
 /* A layer's step: its groups are known. Counts hits and misses, and asks for as many groups as there are slots, from the first. */

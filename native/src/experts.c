@@ -47,20 +47,39 @@ static void weigh_experts(const struct colibri_context *ctx, const float *logits
     for (size_t j = 0; j < k; j++) weights[j] = exponentials[j] / sum;
 }
 
+/* The router's choice, ascending, and the logit to weigh them from. */
+static float choose_by_router(const struct colibri_context *ctx, const float *logits, int32_t *chosen) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    size_t n = 0;
+    for (uint32_t expert = 0; expert < header->n_experts; expert++) insert_expert(logits, (int32_t)expert, chosen, &n, header->top_k);
+    float max = logits[chosen[0]];
+    sort_ascending(chosen, header->top_k);
+    return max;
+}
+
+/* The table's choice, likewise. Weights are the router's, among these or among all, as the family does it. */
+static float choose_by_table(const struct colibri_context *ctx, size_t row, const float *logits, int32_t *chosen) {
+    const struct colibri_file_header *header = &ctx->model->header;
+    size_t k = colibri_list_bits(colibri_look_up(&ctx->table, ctx->step.moe_layer, (size_t)ctx->step.batch->tokens[row]), ctx->table.n_words, chosen);
+    if (!(header->arch_flags & COLIBRI_ARCH_NORM_TOPK)) return ctx->kernels->max(logits, header->n_experts);
+    float max = logits[chosen[0]];
+    for (size_t j = 1; j < k; j++) max = logits[chosen[j]] > max ? logits[chosen[j]] : max;
+    return max;
+}
+
 static void route_row(void *argument, size_t row, unsigned worker) {
     (void)worker;
     struct colibri_context *ctx = argument;
     const struct colibri_file_header *header = &ctx->model->header;
-    size_t k = header->top_k, n = 0;
+    size_t k = header->top_k;
     float *logits = ctx->router_logits + row * ctx->ld_experts;
     int32_t *chosen = ctx->chosen + row * k;
     if (!ctx->kernels->all_finite(logits, header->n_experts)) {
         ctx->bad[row] = 1;
         memset(logits, 0, header->n_experts * sizeof *logits); /* any choice will do */
     }
-    for (uint32_t expert = 0; expert < header->n_experts; expert++) insert_expert(logits, (int32_t)expert, chosen, &n, k);
-    float max = logits[chosen[0]];
-    sort_ascending(chosen, k);
+    bool by_table = ctx->routing == COLIBRI_ROUTING_STATIC;
+    float max = by_table ? choose_by_table(ctx, row, logits, chosen) : choose_by_router(ctx, logits, chosen);
     weigh_experts(ctx, logits, chosen, max, ctx->router_scratch + row * k, ctx->weights + row * k);
 }
 
@@ -131,6 +150,23 @@ static size_t ask_next_router(struct colibri_context *ctx, const struct layer *n
     return n_rows * k;
 }
 
+/* What the table knows of the step's tokens. */
+static void ask_table(struct colibri_context *ctx, size_t layer) {
+    int32_t experts[COLIBRI_MAX_TOP_K];
+    if (!ctx->table.header) return;
+    for (size_t row = 0; row < ctx->step.n_rows; row++) {
+        size_t n = colibri_list_bits(colibri_look_up(&ctx->table, layer, (size_t)ctx->step.batch->tokens[row]), ctx->table.n_words, experts);
+        for (size_t i = 0; i < n; i++) ctx->seers[experts[i]] |= FORESEEN_BY_TABLE;
+    }
+}
+
+void colibri_foresee_first(struct colibri_context *ctx) {
+    if (!ctx->store.slots || !ctx->table.header || ctx->step.n_rows > COLIBRI_ROW_BLOCK || !colibri_store_misses(&ctx->store, 0)) return;
+    memset(ctx->seers, 0, ctx->model->header.n_experts);
+    ask_table(ctx, 0);
+    colibri_store_foresee(&ctx->store, 0, ctx->seers, NULL, 0);
+}
+
 /* Asks the store for what the next layer with experts may need; behind the last layer comes the next step's first. */
 static void look_ahead(struct colibri_context *ctx, const struct layer *layer) {
     const struct colibri_file_header *header = &ctx->model->header;
@@ -142,7 +178,9 @@ static void look_ahead(struct colibri_context *ctx, const struct layer *layer) {
     bool all = next < end && ctx->step.n_rows * header->top_k >= 2 * (size_t)n_experts;
     for (uint32_t expert = 0; expert < n_experts; expert++)
         ctx->seers[expert] = (uint8_t)((all ? FORESEEN_BY_BATCH : 0) | (colibri_store_used(&ctx->store, number, expert) ? FORESEEN_BY_LAST_STEP : 0));
-    size_t n = next < end && ctx->step.n_rows <= COLIBRI_ROW_BLOCK ? ask_next_router(ctx, next) : 0;
+    bool known = next < end && ctx->step.n_rows <= COLIBRI_ROW_BLOCK;
+    if (known) ask_table(ctx, number);
+    size_t n = known && ctx->routing == COLIBRI_ROUTING_EXACT ? ask_next_router(ctx, next) : 0;
     colibri_store_foresee(&ctx->store, number, ctx->seers, ctx->early_chosen, n);
 }
 
@@ -354,6 +392,7 @@ static void experts_half(struct colibri_context *ctx, const struct layer *layer)
         colibri_product(ctx, &layer->router, ctx->router_acts, ctx->router_logits, ctx->ld_experts),
         colibri_product(ctx, &layer->shared_expert_gate, ctx->router_acts, ctx->shared_logits, COLIBRI_TILE_ROWS),
     };
+    ctx->step.moe_layer = layer->first_block / ctx->model->header.n_experts;
     colibri_multiply(ctx, gates, layer->shared_expert_gate.data ? 2 : 1);
     colibri_pool_run(&ctx->pool, ctx->step.n_threads, ctx->step.n_rows, route_row, ctx);
     size_t n_groups = group_rows(ctx, layer);

@@ -65,6 +65,7 @@ int colibri_run_step(struct colibri_context *ctx, const colibri_batch_t *batch) 
     int code = colibri_check_pages(ctx->model, colibri_error_of(ctx));
     if (code) return code;
     begin_step(ctx, batch);
+    colibri_foresee_first(ctx);
     bool cold = ctx->n_steps == 1; /* the trunk is used in every step, so it is asked for once, a layer ahead */
     if (cold) colibri_ask_for_trunk(ctx->model, 0);
     colibri_pool_run(&ctx->pool, ctx->step.n_threads, batch->n_rows, embed_row, ctx);

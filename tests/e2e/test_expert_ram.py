@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from colibri.convert import calibrate
 from colibri.protocol import messages as wire
 from support.daemon import GREEDY, DaemonProcess, Reply
 
@@ -41,3 +42,21 @@ def test_a_daemon_that_reads_its_weights_says_the_same(
 ) -> None:
     with DaemonProcess(tiny_q8_model_path, tmp_path, "--weights", "read") as daemon:
         assert reply(daemon).ids == expected
+
+
+def test_static_routing_is_named_in_the_reply_and_never_mixed_with_exact_pages(
+    tiny_q8_model_path: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "t.table"
+    calibrate(tiny_q8_model_path, "once upon a time there was a cat. " * 40, table)
+    prompt = wire.Generate(prompt="Once upon a time " * 10, max_tokens=4, sampling=GREEDY, session="s")
+    keys = []
+    for options in ([], ["--static-table", str(table)], ["--static-table", str(table), "--routing", "static"]):
+        with DaemonProcess(tiny_q8_model_path, tmp_path, *options) as daemon, daemon.connect() as client:
+            result = client.ask(prompt).result
+            keys.append(client.server.model.numerics_key)
+            assert ("approximate" in (result.note or "")) == ("static" in options)
+            if "static" in options:
+                assert "routing was exact" in result.note
+            daemon.stop()
+    assert keys[0] == keys[1] != keys[2]
