@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 from colibri.bench import models
+from colibri.bench.gguf_model import write_gguf
 from colibri.bench.models import SHAPES, RandomWeights, full_config, make_model, write_checkpoint
 from colibri.convert import inspect
 from colibri.native import Model
@@ -70,9 +72,6 @@ def test_bands_are_the_rows_of_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arch", "quantize"), [("olmoe", "q8_0"), ("qwen3moe", "q8_0"), ("olmoe", "f16")])
 def test_a_gguf_holds_the_same_values(arch: str, quantize: str, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason="the extra `bench` is not installed")
-    from colibri.bench.gguf_model import write_gguf
-
     weights = random_weights(tmp_path, TINY_OLMOE)
     write_gguf(tmp_path / "x.gguf", weights, arch, quantize)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}

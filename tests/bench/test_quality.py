@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from colibri.bench import quality
+from colibri.bench.gguf_model import write_gguf
 from colibri.bench.models import RandomWeights, write_checkpoint
 from colibri.convert import convert
 from colibri.native import Model
@@ -112,11 +113,10 @@ def test_the_texts_are_long_enough(name: str, tiny_model_path: Path) -> None:
 
 
 def test_llama_cpp_gives_the_logits_of_the_same_model_and_its_formats_cost_something(tmp_path: Path) -> None:
-    gguf_model = pytest.importorskip("colibri.bench.gguf_model", reason="the extra `bench` is not installed")
     pytest.importorskip("llama_cpp", reason="the extra `bench` is not installed")
     write_checkpoint(tmp_path / "tiny", TINY_OLMOE)
     weights = RandomWeights(tmp_path / "tiny")
-    gguf_model.write_gguf(tmp_path / "x.gguf", weights, "olmoe", "f16")
+    write_gguf(tmp_path / "x.gguf", weights, "olmoe", "f16")
     convert(tmp_path / "tiny", tmp_path / "x.colibri", quantize="f16", open_weights=RandomWeights)
     found = quality.compare_llama_cpp(tmp_path / "x.colibri", tmp_path / "x.gguf", list(range(70)))
     by_name = dict(zip(quality.LLAMA_CPP_TYPES, found, strict=True))

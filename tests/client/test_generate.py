@@ -187,16 +187,22 @@ def test_what_the_daemon_said_before_it_left_an_idle_client_is_what_the_next_req
 
 
 def test_a_request_that_was_cut_by_ctrl_c_gives_the_connection_up(
-    client: colibri.Client, monkeypatch: pytest.MonkeyPatch
+    client: colibri.Client, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> bool:
         raise KeyboardInterrupt
 
+    done = threading.Event()
+    daemon.script["generate"] = lambda *_: done.wait(PATIENCE_S)  # reads nothing meanwhile
+    stream = client.generate("a")
+    daemon.wait_for(Generate)
     monkeypatch.setattr(client._transport, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.tokenize("x" * 5_000_000)  # more than the kernel takes at once
     with pytest.raises(colibri.ConnectionLost, match="interrupted in the middle of a request"):
         client.health()
+    done.set()
+    del stream
 
 
 def test_a_daemon_that_talks_nonsense_is_given_up(client: colibri.Client, daemon: FakeDaemon) -> None:
