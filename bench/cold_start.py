@@ -10,7 +10,6 @@ was routed to.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from colibri.native import ROW_LOGITS, Batch, Context, Model
 from .cost import cost_of
 from .models import SHAPES, make_model
 from .page_cache import PAGE_BYTES, evict, resident_pages
+from .report import write_json
 
 READ_BYTES = 8 << 20  # in one call, when the whole file is read
 
@@ -130,8 +130,7 @@ def main(
         found[path.stem] = [cold_start(path, threads=threads, token=1 + run) for run in range(repeats)]
         click.echo(line(path.stem, found[path.stem]))
     if json_path is not None:
-        values = {stem: [asdict(run) for run in runs] for stem, runs in found.items()}
-        json_path.write_text(json.dumps(values, indent=2) + "\n")
+        write_json(json_path, [{"model": stem} | asdict(run) for stem, runs in found.items() for run in runs])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from colibri.native import PAGE_TOKENS, ROW_LOGITS, ROW_NONE, Batch, Context, Mo
 from .cost import Cost, cost_of
 from .limits import Limits, Probe
 from .models import SHAPES, make_model
-from .report import line, write_json
+from .report import line, to_dict, write_json
 
 # The scalar build is the specification, not fast: 512 tokens would take minutes.
 SCALAR_PROMPT = 32
@@ -267,7 +267,7 @@ def main(
             except Unsupported as error:
                 click.echo(f"{path.stem}: {each} skipped, {error}")
     if json_path is not None:
-        write_json(json_path, found)
+        write_json(json_path, [to_dict(each) for each in found])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ one after the other.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import time
@@ -28,6 +27,8 @@ import numpy as np
 
 from colibri.convert.inspection import ModelFile
 from colibri.native import PAGE_TOKENS, ROW_LOGITS, Batch, Context, Model
+
+from .report import write_json
 
 READERS = 4  # COLIBRI_READERS
 PROBE_BLOCKS = 48  # of a probe: a third of a second
@@ -69,7 +70,6 @@ class Disk:
             self._n_bytes = -(-file["expert_bytes"] // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._random = np.random.default_rng(0)
-
         self._buffers = [self._buffer() for _ in range(READERS)]
 
     def _buffer(self) -> Any:
@@ -194,7 +194,7 @@ def main(
                 click.echo(line(path.stem, runs))
                 found += [{"model": path.stem} | asdict(run) for run in runs]
     if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(json_path, found)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from .cost import Cost, cost_of
 from .engine import Bench, Case, numbers
 from .limits import Limits, Probe
 from .models import SHAPES, make_model
-from .report import write_json
+from .report import to_dict, write_json
 
 COLIBRI = "colibri"
 # A GGUF type of as many bits as our format.
@@ -291,7 +291,7 @@ def main(
         for text in lines(series):
             click.echo(text)
     if json_path is not None:
-        write_json(json_path, found)
+        write_json(json_path, [to_dict(each) for each in found])
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def to_dict(measurement: Measurement | Series) -> dict[str, Any]:
     return asdict(measurement) | {"tokens_per_s": measurement.tokens_per_s, "share": measurement.share}
 
 
-def write_json(path: Path, measurements: Sequence[Measurement | Series]) -> None:
-    document = {"machine": machine(), "measurements": [to_dict(measurement) for measurement in measurements]}
+def write_json(path: Path, measurements: Sequence[dict[str, Any]]) -> None:
+    document = {"machine": machine(), "measurements": measurements}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

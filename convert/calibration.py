@@ -7,7 +7,6 @@ is compared there with what the router chose.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from tokenizers import Tokenizer
 
 from colibri.native import PAGE_TOKENS, ROW_NONE, Batch, Context, Model, NativeError, checksum
 
-from .errors import ModelFileError, OutputError
+from .errors import ModelFileError
 from .format import align
+from .writer import AtomicFile
 
 MAGIC = b"COLIBRT\x1a"
 VERSION = 1
@@ -133,16 +133,11 @@ def write_table(
     header["n_layers"], header["n_experts"], header["top_k"] = n_layers, n_experts, top_k
     header["vocabulary"] = vocabulary
     header["checksum"] = checksum(header.tobytes()[CHECKED_FROM:] + body)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(header.tobytes() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise OutputError(str(error.strerror), where=str(path)) from error
-    return HEADER.itemsize + len(body)
+    data = header.tobytes() + body
+    with AtomicFile(path, len(data)) as file:
+        file.write_at(0, data)
+        file.commit()
+    return len(data)
 
 
 def _hit_rate(routing: Routing, foreseen: Routing) -> float:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, TextIO
+from types import ModuleType
+from typing import TextIO
 
 import click
 
@@ -30,6 +30,11 @@ def converter(as_json: bool) -> Iterator[ModuleType]:
         yield library
     except library.ConvertError as error:
         fail(error.to_wire(), str(error), as_json, EXIT_ERROR)
+
+
+def model_file(model: Path) -> Path:
+    """The file that MODEL names: `default` is the one that comes with colibri."""
+    return Path((str(model) == "default" and carried_model()) or model)
 
 
 @click.command()
@@ -56,7 +61,8 @@ def convert(
     \b
     colibrictl convert ./Qwen3-30B-A3B qwen3.colibri
     """
-    with converter(as_json) as library, progress_bar(as_json) as progress:
+    with converter(as_json) as library, progress_bar(as_json, "bytes") as show:
+        progress = (lambda step: show(step.done_bytes, step.total_bytes, step.what)) if show else None
         report = library.convert(
             source,
             out,
@@ -69,18 +75,28 @@ def convert(
 
 
 @contextmanager
-def progress_bar(as_json: bool) -> Iterator[Callable[[Any], None] | None]:
-    """A bar on stderr where that is a terminal."""
+def progress_bar(as_json: bool, unit: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on stderr where that is a terminal: what to call with how much is done, of how much, and what is at hand.
+    unit: bytes, or what else is counted.
+    """
     if as_json or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(), TextColumn("{task.description}"))
+    amount = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
+    columns = (BarColumn(), amount, TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda step: bar.update(task, completed=step.done_bytes, total=step.total_bytes, description=step.what)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 @click.command()
@@ -92,10 +108,8 @@ def inspect(model: Path, verify: bool, as_json: bool) -> None:
 
     MODEL may be `default`, the model that comes with colibri.
     """
-    if str(model) == "default":
-        model = Path(carried_model() or model)
     with converter(as_json) as library:
-        inspection = library.inspect(model, verify=verify)
+        inspection = library.inspect(model_file(model), verify=verify)
     print_json(inspection.to_dict()) if as_json else print_figures(inspection.to_dict())
 
 
@@ -115,18 +129,10 @@ def calibrate(model: Path, text: TextIO, out: Path | None, as_json: bool) -> Non
     colibrictl calibrate qwen3.colibri letters.txt
     """
     out = out or (Path("default.colibri.table") if str(model) == "default" else model.with_name(model.name + ".table"))
-    if str(model) == "default":
-        model = Path(carried_model() or model)
-    with converter(as_json) as library, progress_bar(as_json) as progress:
-        told = None
-        if progress is not None:
-            show = progress
-
-            def told(done: int, total: int) -> None:
-                show(SimpleNamespace(done_bytes=done, total_bytes=total, what="tokens"))
-
+    with converter(as_json) as library, progress_bar(as_json, "tokens") as show:
+        progress = (lambda done, total: show(done, total, "tokens")) if show else None
         try:
-            report = library.calibrate(model, text.read(), out, progress=told)
+            report = library.calibrate(model_file(model), text.read(), out, progress=progress)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="TEXT") from error
     print_json(report.to_dict()) if as_json else print_figures(report.to_dict())

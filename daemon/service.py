@@ -56,9 +56,8 @@ _MAX_PAGES = (1 << 31) - 1
 _MEMORY_HINT = "lower --kv-ram, or raise the limit: ulimit -v, or LimitAS= of its unit"
 # After cancelling, for turns to be saved, and for the engine to end its step and save pages.
 _SAVE_TIMEOUT_S = 20.0
-
-
-APPROXIMATE = "approximate: experts are chosen by a static table, not by the model's router"
+# In every reply where routing is static.
+_APPROXIMATE = "approximate: experts are chosen by a static table, not by the model's router"
 
 
 class CannotStart(click.ClickException):
@@ -166,7 +165,7 @@ def open_daemon(config: Config, loop: asyncio.AbstractEventLoop, stack: ExitStac
         defaults=Defaults.from_generation_config(model.json.get("generation_config")),
         sessions=sessions,
         numerics={"kv_format": config.kv_format, "numerics_version": NUMERICS_VERSION, "routing": routing},
-        approximation=None if config.routing == "exact" else APPROXIMATE,
+        approximation=None if config.routing == "exact" else _APPROXIMATE,
         executor=executor,
         text_executor=text_executor,
     )

@@ -108,6 +108,14 @@ def _check(code: int, message: Any) -> None:
         raise _BY_CODE.get(code, NativeError)(_text(message) or f"error {code}")
 
 
+def _constant(name: str, value: str, constants: dict[str, int]) -> int:
+    """What the engine calls an option's value."""
+    try:
+        return constants[value]
+    except KeyError:
+        raise InvalidArgument(f"{name}: {value!r} is none of {', '.join(constants)}") from None
+
+
 def _text(c_string: Any) -> str:
     return str(_ffi.string(c_string).decode("utf-8", "replace"))
 
@@ -183,9 +191,7 @@ class Model:
     def __init__(self, path: str | os.PathLike[str], *, weights: str = "map") -> None:
         self._model: Any = None
         self._n_contexts = 0
-        if weights not in _WEIGHTS:
-            raise InvalidArgument(f"weights: {weights!r} is none of {', '.join(_WEIGHTS)}")
-        options = _new_struct("colibri_model_options_t", weights=_WEIGHTS[weights])
+        options = _new_struct("colibri_model_options_t", weights=_constant("weights", weights, _WEIGHTS))
         out, error = _ffi.new("colibri_model_t **"), _ffi.new("char[]", _ERROR_BYTES)
         _check(_lib.colibri_model_open_with(out, os.fsencode(path), options, error, _ERROR_BYTES), error)
         self._model = out[0]
@@ -344,16 +350,12 @@ class Context:
     ) -> None:
         self._context: Any = None
         self._model = model
-        if kv_format not in _KV_FORMATS:
-            raise InvalidArgument(f"kv_format: {kv_format!r} is none of {', '.join(_KV_FORMATS)}")
-        if routing not in _ROUTING:
-            raise InvalidArgument(f"routing: {routing!r} is none of {', '.join(_ROUTING)}")
         table = _ffi.NULL if static_table is None else _ffi.new("char[]", os.fsencode(static_table))
         name = _ffi.NULL if isa is None else _ffi.new("char[]", isa.encode())
         options = _new_struct(
             "colibri_context_options_t",
             n_pages=n_pages,
-            kv_format=_KV_FORMATS[kv_format],
+            kv_format=_constant("kv_format", kv_format, _KV_FORMATS),
             max_rows=max_rows,
             max_logits=max_logits,
             max_context=max_context,
@@ -363,7 +365,7 @@ class Context:
             isa=name,
             expert_ram_bytes=expert_ram_bytes,
             static_table=table,
-            routing=_ROUTING[routing],
+            routing=_constant("routing", routing, _ROUTING),
         )
         out, error = _ffi.new("colibri_context_t **"), _ffi.new("char[]", _ERROR_BYTES)
         _check(_lib.colibri_context_open(out, model._handle, options, error, _ERROR_BYTES), error)

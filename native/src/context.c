@@ -255,9 +255,7 @@ static void *map_memory(size_t bytes) {
     size_t before = (HUGE_PAGE_BYTES - (uintptr_t)base % HUGE_PAGE_BYTES) % HUGE_PAGE_BYTES, after = reserved - before - used;
     if (before) munmap(base, before);
     if (after) munmap(base + before + used, after);
-#ifdef MADV_HUGEPAGE
-    (void)madvise(base + before, used, MADV_HUGEPAGE);
-#endif
+    colibri_ask_for_huge_pages(base + before, used);
     return base + before;
 }
 

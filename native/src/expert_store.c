@@ -12,7 +12,6 @@
 
 #include <errno.h>
 #include <string.h>
-#include <time.h>
 
 #include "context.h"
 
@@ -24,11 +23,10 @@
 /* Of the readers, so many read ahead: enough to keep a disk at work, few enough that the likeliest is there before the next is begun. */
 #define READ_AHEAD_AT_ONCE 2
 
-size_t colibri_slot_bytes(const struct colibri_file_header *header) { return colibri_round_up(header->expert_bytes, 4096); }
+size_t colibri_slot_bytes(const struct colibri_file_header *header) { return colibri_round_up(header->expert_bytes, COLIBRI_DIRECT_BYTES); }
 
 size_t colibri_slots_in(const struct colibri_file_header *header, uint64_t budget_bytes) {
-    uint64_t n = budget_bytes / colibri_slot_bytes(header);
-    return n < header->n_expert_blocks ? (size_t)n : (size_t)header->n_expert_blocks;
+    return colibri_smaller(budget_bytes / colibri_slot_bytes(header), header->n_expert_blocks);
 }
 
 static uint32_t layer_of(const struct expert_store *store, size_t block) { return (uint32_t)(block / store->n_experts); }
@@ -226,12 +224,6 @@ void colibri_store_begin(struct expert_store *store, size_t first_block, const s
     pthread_mutex_unlock(&store->mutex);
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
 /* Puts the groups that are there to the front; returns how many. */
 static size_t sort_ready(const struct expert_store *store, struct group *groups, size_t n_groups) {
     size_t n = 0;
@@ -248,9 +240,9 @@ size_t colibri_store_wait(struct expert_store *store, struct group *groups, size
     pthread_mutex_lock(&store->mutex);
     size_t n_asked = colibri_smaller(end, store->n_asked) - begin, n = sort_ready(store, groups + begin, n_asked);
     if (n == 0) {
-        uint64_t since = now_ns();
+        int64_t since = colibri_now_ns();
         while ((n = sort_ready(store, groups + begin, n_asked)) == 0) pthread_cond_wait(&store->done, &store->mutex);
-        store->wait_ns += now_ns() - since;
+        store->wait_ns += (uint64_t)(colibri_now_ns() - since);
     }
     pthread_mutex_unlock(&store->mutex);
     return n;

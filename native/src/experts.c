@@ -47,11 +47,16 @@ static void weigh_experts(const struct colibri_context *ctx, const float *logits
     for (size_t j = 0; j < k; j++) weights[j] = exponentials[j] / sum;
 }
 
+/* The k experts of the largest logits, best first. */
+static void best_experts(const struct colibri_file_header *header, const float *logits, int32_t *best) {
+    size_t n = 0;
+    for (uint32_t expert = 0; expert < header->n_experts; expert++) insert_expert(logits, (int32_t)expert, best, &n, header->top_k);
+}
+
 /* The router's choice, ascending, and the logit to weigh them from. */
 static float choose_by_router(const struct colibri_context *ctx, const float *logits, int32_t *chosen) {
     const struct colibri_file_header *header = &ctx->model->header;
-    size_t n = 0;
-    for (uint32_t expert = 0; expert < header->n_experts; expert++) insert_expert(logits, (int32_t)expert, chosen, &n, header->top_k);
+    best_experts(header, logits, chosen);
     float max = logits[chosen[0]];
     sort_ascending(chosen, header->top_k);
     return max;
@@ -139,9 +144,7 @@ static size_t ask_next_router(struct colibri_context *ctx, const struct layer *n
     struct product product = colibri_product(ctx, &next->router, ctx->early_acts, ctx->early_logits, ctx->ld_experts);
     colibri_multiply(ctx, &product, 1);
     for (size_t row = 0; row < n_rows; row++) {
-        size_t n = 0;
-        for (uint32_t expert = 0; expert < header->n_experts; expert++)
-            insert_expert(ctx->early_logits + row * ctx->ld_experts, (int32_t)expert, best, &n, k);
+        best_experts(header, ctx->early_logits + row * ctx->ld_experts, best);
         for (size_t i = 0; i < k; i++) {
             ctx->early_chosen[i * n_rows + row] = best[i];
             ctx->seers[best[i]] |= FORESEEN_BY_ROUTER;

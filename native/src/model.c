@@ -22,8 +22,6 @@
 #define ASK_BYTES ((size_t)128 << 10)
 /* What is read in one call: enough for the disk's full speed, little enough to stop soon. */
 #define READ_BYTES ((size_t)2 << 20)
-/* Direct reads are multiples of it, in memory and on disk. */
-#define DIRECT_BYTES ((size_t)4096)
 
 /* Reads exactly n bytes at offset; 0, or errno (ENODATA at the end of the file). */
 static int read_at(int fd, void *to, size_t n, uint64_t offset) {
@@ -88,11 +86,11 @@ void colibri_read_directly(int fd) { (void)fcntl(fd, F_SETFL, O_DIRECT); }
 /* For file systems that refuse direct reads only when they are asked for one. */
 static bool stop_direct(int fd) { return is_direct(fd) && fcntl(fd, F_SETFL, 0) == 0; }
 
-/* Reads n bytes to an aligned place with room up to the next multiple of DIRECT_BYTES. The page cache does not keep them beside that. */
+/* Reads n bytes to an aligned place with room up to the next multiple of COLIBRI_DIRECT_BYTES. The page cache does not keep them beside that. */
 static int read_weights(int fd, uint8_t *to, size_t n, uint64_t offset, const atomic_bool *give_up, _Atomic uint64_t *n_read) {
     for (size_t done = 0; done < n;) {
         if (give_up && atomic_load_explicit(give_up, memory_order_relaxed)) return ECANCELED;
-        size_t piece = n - done < READ_BYTES ? (n - done + DIRECT_BYTES - 1) / DIRECT_BYTES * DIRECT_BYTES : READ_BYTES;
+        size_t piece = n - done < READ_BYTES ? (n - done + COLIBRI_DIRECT_BYTES - 1) / COLIBRI_DIRECT_BYTES * COLIBRI_DIRECT_BYTES : READ_BYTES;
         ssize_t got = pread(fd, to + done, piece, (off_t)(offset + done));
         if (got < 0 && (errno == EINTR || (errno == EINVAL && stop_direct(fd)))) continue;
         if (got <= 0) return got < 0 ? errno : ENODATA;
@@ -103,6 +101,14 @@ static int read_weights(int fd, uint8_t *to, size_t n, uint64_t offset, const at
     return 0;
 }
 
+void colibri_ask_for_huge_pages(void *begin, size_t n_bytes) {
+#ifdef MADV_HUGEPAGE
+    (void)madvise(begin, n_bytes, MADV_HUGEPAGE);
+#else
+    (void)begin, (void)n_bytes;
+#endif
+}
+
 int colibri_place(struct colibri_model *model, int fd, uint64_t at, uint64_t n_bytes, uint64_t file_offset, bool read, struct colibri_error error) {
     void *to = (void *)(uintptr_t)(model->map + at);
     if (n_bytes == 0) return COLIBRI_OK;
@@ -110,9 +116,7 @@ int colibri_place(struct colibri_model *model, int fd, uint64_t at, uint64_t n_b
                         : mmap(to, n_bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, (off_t)file_offset);
     if (placed == MAP_FAILED) return colibri_fail(error, COLIBRI_E_NOMEM, "mapping %" PRIu64 " bytes: %s", n_bytes, strerror(errno));
     if (!read) return COLIBRI_OK;
-#ifdef MADV_HUGEPAGE
-    (void)madvise(to, n_bytes, MADV_HUGEPAGE);
-#endif
+    colibri_ask_for_huge_pages(to, n_bytes);
     int failed = read_weights(fd, to, n_bytes, file_offset, NULL, NULL);
     return failed ? colibri_fail(error, COLIBRI_E_IO, "reading %" PRIu64 " bytes at %" PRIu64 ": %s", n_bytes, file_offset, strerror(failed)) : COLIBRI_OK;
 }

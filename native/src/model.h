@@ -17,6 +17,8 @@
 
 /* Experts of one token and layer; far above any published model. */
 #define COLIBRI_MAX_TOP_K 64u
+/* Direct reads are multiples of it, in memory and on disk. */
+#define COLIBRI_DIRECT_BYTES ((size_t)4096)
 
 /* A tensor in the mapping; data is NULL where the architecture has none. VECTORs are [1][cols] f32. */
 struct tensor {
@@ -62,7 +64,7 @@ const uint8_t *colibri_expert_block(const struct colibri_model *model, size_t bl
  * if it seems to be in memory, unless `surely`. layer: n_layers means the head. */
 void colibri_ask_for_block(const struct colibri_model *model, size_t block, bool surely);
 void colibri_ask_for_trunk(const struct colibri_model *model, uint32_t layer);
-/* Reads a block's expert_bytes into `to`, which is aligned to a page and has room up to the next. Stops with ECANCELED between two pieces once
+/* Reads a block's expert_bytes into `to`, which is aligned to COLIBRI_DIRECT_BYTES and has room up to their next multiple. Stops with ECANCELED between two pieces once
  * *give_up is set. Returns 0 or errno; *n_read grows by what came from the file. Any thread. */
 int colibri_read_block(const struct colibri_model *model, size_t block, void *to, const atomic_bool *give_up, _Atomic uint64_t *n_read);
 
@@ -72,6 +74,9 @@ int colibri_read_header(struct colibri_file_header *header, int fd, uint64_t fil
 
 /* Puts bytes of an open file to their place in model->map, mapped or read. All of it is aligned to pages, but for the end of a file. */
 int colibri_place(struct colibri_model *model, int fd, uint64_t at, uint64_t n_bytes, uint64_t file_offset, bool read, struct colibri_error error);
+
+/* Asks for huge pages where the system has them; advice, without an error. */
+void colibri_ask_for_huge_pages(void *begin, size_t n_bytes);
 
 /* Reads of this file go past the page cache from here on, where its file system can; they must be aligned. */
 void colibri_read_directly(int fd);

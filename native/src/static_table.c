@@ -12,6 +12,9 @@
 
 #define fail colibri_fail
 
+/* Of the bits of one entry. */
+static size_t n_words(uint32_t n_experts) { return (n_experts + 63) / 64; }
+
 /* Behind the frequencies, aligned to a line of the cache. */
 static uint64_t chosen_offset(const struct table_header *header) {
     return sizeof *header + ((uint64_t)header->n_layers * header->n_experts * sizeof(float) + 63) / 64 * 64;
@@ -39,7 +42,7 @@ static int check_header(const struct table_header *header, const struct colibri_
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].value != fields[i].expected)
             return fail(error, COLIBRI_E_FORMAT, "%s: expected %" PRIu64 ", got %" PRIu64, fields[i].name, fields[i].expected, fields[i].value);
-    uint64_t expected = chosen_offset(header) + (uint64_t)n_layers * own->vocabulary * ((own->n_experts + 63) / 64) * sizeof(uint64_t);
+    uint64_t expected = chosen_offset(header) + (uint64_t)n_layers * own->vocabulary * n_words(own->n_experts) * sizeof(uint64_t);
     if (real_bytes != expected) return fail(error, COLIBRI_E_FORMAT, "file_bytes: expected %" PRIu64 ", got %" PRIu64, expected, real_bytes);
     return COLIBRI_OK;
 }
@@ -73,7 +76,7 @@ static int map_table(struct static_table *table, const struct colibri_model *mod
     table->header = map;
     table->frequencies = (const float *)(const void *)((const uint8_t *)map + sizeof header);
     table->chosen = (const uint64_t *)(const void *)((const uint8_t *)map + chosen_offset(&header));
-    table->n_words = (header.n_experts + 63) / 64;
+    table->n_words = n_words(header.n_experts);
     return check_content(table, error);
 }
 

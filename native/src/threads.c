@@ -33,7 +33,7 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static int64_t now_ns(void) {
+int64_t colibri_now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
@@ -69,10 +69,10 @@ static uint32_t take_items(struct pool *pool, unsigned number) {
 }
 
 static void wait_for_work(struct pool *pool, uint32_t seen) {
-    int64_t deadline = now_ns() + SPIN_NS;
+    int64_t deadline = colibri_now_ns() + SPIN_NS;
     for (unsigned turn = 1; !has_work(pool, seen); turn++) {
         pause_briefly();
-        if (turn % SPINS_PER_CLOCK || now_ns() < deadline) continue;
+        if (turn % SPINS_PER_CLOCK || colibri_now_ns() < deadline) continue;
         pthread_mutex_lock(&pool->mutex);
         atomic_fetch_add(&pool->n_sleepers, 1);
         while (!has_work(pool, seen)) pthread_cond_wait(&pool->work, &pool->mutex);
@@ -83,10 +83,10 @@ static void wait_for_work(struct pool *pool, uint32_t seen) {
 }
 
 static void wait_until_done(struct pool *pool, uint32_t n_items) {
-    int64_t deadline = now_ns() + SPIN_NS;
+    int64_t deadline = colibri_now_ns() + SPIN_NS;
     for (unsigned turn = 1; !is_done(pool, n_items); turn++) {
         pause_briefly();
-        if (turn % SPINS_PER_CLOCK || now_ns() < deadline) continue;
+        if (turn % SPINS_PER_CLOCK || colibri_now_ns() < deadline) continue;
         pthread_mutex_lock(&pool->mutex);
         atomic_store(&pool->caller_sleeps, true);
         while (!is_done(pool, n_items)) pthread_cond_wait(&pool->done, &pool->mutex);

@@ -48,6 +48,9 @@ void colibri_pool_close(struct pool *pool);
 /* Runs task(job, 0 … n_items − 1) on up to n_threads threads, the caller among them, and returns when all are done. */
 void colibri_pool_run(struct pool *pool, unsigned n_threads, size_t n_items, task_fn *task, void *job);
 
+/* Of the monotonic clock. */
+int64_t colibri_now_ns(void);
+
 /* cores.c: processors that this process may use, by affinity and cgroup quota; at least 1. */
 unsigned colibri_usable_cores(void);
 
