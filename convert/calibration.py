@@ -125,7 +125,7 @@ def write_table(
     for expert in np.moveaxis(chosen, 2, 0).astype(np.uint64):
         bits[(*at, expert >> np.uint64(6))] |= np.uint64(1) << (expert & np.uint64(63))
     middle = frequencies.astype("<f4").tobytes()
-    body = middle.ljust(align(len(middle), 64), b"\0") + bits.astype("<u8").tobytes()
+    body = middle.ljust(align(len(middle), 64), b"\0") + bits.swapaxes(0, 1).astype("<u8").tobytes()
     header = np.zeros((), HEADER)
     header["magic"], header["version"], header["header_bytes"] = MAGIC, VERSION, HEADER.itemsize
     header["file_bytes"], header["n_tokens"] = HEADER.itemsize + len(body), n_tokens

@@ -161,7 +161,6 @@ static void lay_out_experts(struct colibri_context *ctx, struct arena *arena) {
     ctx->ld_wide = colibri_round_up(wide, COLIBRI_TILE_ROWS);
     TAKE(ctx->router_acts, colibri_acts_bytes(COLIBRI_FMT_F32, rows, header->hidden));
     TAKE(ctx->router_logits, rows * ctx->ld_experts);
-    TAKE(ctx->router_scratch, entries);
     TAKE(ctx->chosen, entries);
     TAKE(ctx->weights, entries);
     TAKE(ctx->shared_logits, rows * COLIBRI_TILE_ROWS);

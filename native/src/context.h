@@ -107,7 +107,6 @@ struct colibri_context {
     /* Routing and experts (experts.c). */
     uint8_t *router_acts;
     float *router_logits;   /* [R][ld_experts] */
-    float *router_scratch;  /* [R][k] exponentials of the chosen */
     int32_t *chosen;        /* [R][k] experts, ascending */
     float *weights;         /* [R][k] */
     float *shared_logits;   /* [R][COLIBRI_TILE_ROWS]: a tile, of which the first is that of the shared expert's gate */

@@ -10,82 +10,26 @@
 #include <string.h>
 
 #include "context.h"
+#include "router.h"
 
 /* A block that was not used in so many steps is asked for without a look whether it is in memory, which the owner of the file alone is told. */
 #define ASK_SURELY_AFTER 256u
 
 /* ---- router ---- */
 
-/* Inserts an expert into the k best so far, best first. Equal logits: the lower number stays ahead, since it came first. */
-static void insert_expert(const float *logits, int32_t expert, int32_t *best, size_t *n, size_t k) {
-    size_t at = *n;
-    while (at > 0 && logits[expert] > logits[best[at - 1]]) at--;
-    if (at == k) return;
-    if (*n < k) ++*n;
-    memmove(best + at + 1, best + at, (*n - at - 1) * sizeof *best);
-    best[at] = expert;
-}
-
-static void sort_ascending(int32_t *experts, size_t n) {
-    for (size_t i = 1; i < n; i++) {
-        int32_t expert = experts[i];
-        size_t at = i;
-        for (; at > 0 && experts[at - 1] > expert; at--) experts[at] = experts[at - 1];
-        experts[at] = expert;
-    }
-}
-
-static void weigh_experts(const struct colibri_context *ctx, const float *logits, const int32_t *chosen, float max, float *exponentials, float *weights) {
-    const struct colibri_file_header *header = &ctx->model->header;
-    size_t k = header->top_k;
-    for (size_t j = 0; j < k; j++) exponentials[j] = logits[chosen[j]] - max;
-    ctx->kernels->exp(exponentials, k, exponentials);
-    float sum = 0;
-    if (header->arch_flags & COLIBRI_ARCH_NORM_TOPK)
-        for (size_t j = 0; j < k; j++) sum += exponentials[j];
-    else sum = ctx->kernels->sum_exp(logits, header->n_experts, max);
-    for (size_t j = 0; j < k; j++) weights[j] = exponentials[j] / sum;
-}
-
-/* The k experts of the largest logits, best first. */
-static void best_experts(const struct colibri_file_header *header, const float *logits, int32_t *best) {
-    size_t n = 0;
-    for (uint32_t expert = 0; expert < header->n_experts; expert++) insert_expert(logits, (int32_t)expert, best, &n, header->top_k);
-}
-
-/* The router's choice, ascending, and the logit to weigh them from. */
-static float choose_by_router(const struct colibri_context *ctx, const float *logits, int32_t *chosen) {
-    const struct colibri_file_header *header = &ctx->model->header;
-    best_experts(header, logits, chosen);
-    float max = logits[chosen[0]];
-    sort_ascending(chosen, header->top_k);
-    return max;
-}
-
-/* The table's choice, likewise. Weights are the router's, among these or among all, as the family does it. */
-static float choose_by_table(const struct colibri_context *ctx, size_t row, const float *logits, int32_t *chosen) {
-    const struct colibri_file_header *header = &ctx->model->header;
-    size_t k = colibri_list_bits(colibri_look_up(&ctx->table, ctx->step.moe_layer, (size_t)ctx->step.batch->tokens[row]), ctx->table.n_words, chosen);
-    if (!(header->arch_flags & COLIBRI_ARCH_NORM_TOPK)) return ctx->kernels->max(logits, header->n_experts);
-    float max = logits[chosen[0]];
-    for (size_t j = 1; j < k; j++) max = logits[chosen[j]] > max ? logits[chosen[j]] : max;
-    return max;
-}
-
 static void route_row(void *argument, size_t row, unsigned worker) {
     (void)worker;
     struct colibri_context *ctx = argument;
     const struct colibri_file_header *header = &ctx->model->header;
-    size_t k = header->top_k;
+    struct router router = colibri_router(ctx->kernels, header);
     float *logits = ctx->router_logits + row * ctx->ld_experts;
-    int32_t *chosen = ctx->chosen + row * k;
     if (!ctx->kernels->all_finite(logits, header->n_experts)) {
         ctx->bad[row] = 1;
         memset(logits, 0, header->n_experts * sizeof *logits); /* any choice will do */
     }
     bool by_table = ctx->routing == COLIBRI_ROUTING_STATIC;
-    float max = by_table ? choose_by_table(ctx, row, logits, chosen) : choose_by_router(ctx, logits, chosen);
-    weigh_experts(ctx, logits, chosen, max, ctx->router_scratch + row * k, ctx->weights + row * k);
+    const uint64_t *given = by_table ? colibri_look_up(&ctx->table, ctx->step.moe_layer, (size_t)ctx->step.batch->tokens[row]) : NULL;
+    colibri_route(&router, logits, given, ctx->chosen + row * router.top_k, ctx->weights + row * router.top_k);
 }
 
 /* Orders entries by expert and counts the groups. Returns how many experts are active. */
@@ -136,6 +80,7 @@ static void tell_routing(struct colibri_context *ctx, uint32_t number, bool dens
 static size_t ask_next_router(struct colibri_context *ctx, const struct layer *next) {
     const struct colibri_file_header *header = &ctx->model->header;
     size_t n_rows = ctx->step.n_rows, hidden = header->hidden, k = header->top_k;
+    struct router router = colibri_router(ctx->kernels, header);
     int32_t best[COLIBRI_MAX_TOP_K];
     uint8_t bad[COLIBRI_ROW_BLOCK] = {0};
     for (size_t row = 0; row < n_rows; row++)
@@ -144,7 +89,7 @@ static size_t ask_next_router(struct colibri_context *ctx, const struct layer *n
     struct product product = colibri_product(ctx, &next->router, ctx->early_acts, ctx->early_logits, ctx->ld_experts);
     colibri_multiply(ctx, &product, 1);
     for (size_t row = 0; row < n_rows; row++) {
-        best_experts(header, ctx->early_logits + row * ctx->ld_experts, best);
+        colibri_best_experts(&router, ctx->early_logits + row * ctx->ld_experts, best);
         for (size_t i = 0; i < k; i++) {
             ctx->early_chosen[i * n_rows + row] = best[i];
             ctx->seers[best[i]] |= FORESEEN_BY_ROUTER;

@@ -30,7 +30,7 @@ _Static_assert(sizeof(struct table_header) == 128, "header is 128 bytes");
 struct static_table {
     const struct table_header *header; /* of the mapping; NULL: there is no table */
     const float *frequencies;          /* [n_layers][n_experts] share of the text's tokens */
-    const uint64_t *chosen;            /* [n_layers][vocabulary][n_words] top_k bits each */
+    const uint64_t *chosen;            /* [vocabulary][n_layers][n_words] top_k bits each; a token's lie together, as a step asks for one layer after the other */
     size_t n_words;
 };
 
@@ -40,7 +40,7 @@ void colibri_table_close(struct static_table *table);
 
 /* Bit e of word e / 64: expert e is chosen. */
 static inline const uint64_t *colibri_look_up(const struct static_table *table, size_t layer, size_t token) {
-    return table->chosen + (layer * table->header->vocabulary + token) * table->n_words;
+    return table->chosen + (token * table->header->n_layers + layer) * table->n_words;
 }
 
 /* Experts in ascending order; the caller knows that there are as many bits as it has room for. */
