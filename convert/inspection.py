@@ -359,20 +359,20 @@ class ModelFile:
             if checksum(self.read(int(entry["offset"]), int(entry["bytes"]))) != entry["checksum"]:
                 raise self.error(f"{self.tensor_name(entry)} is damaged: its checksum differs")
         expected = np.frombuffer(self.expert_table, "<u8")
-        for (layer, expert, file, offset), value in zip(self._expert_blocks(), expected, strict=True):
-            if checksum(self._read(file, offset, self["expert_bytes"])) != value:
+        for (layer, expert, block), value in zip(self.experts(), expected, strict=True):
+            if checksum(block) != value:
                 raise self.error(f"layer {layer} expert {expert} is damaged: its checksum differs")
 
-    def _expert_blocks(self) -> Iterator[tuple[int, int, BinaryIO, int]]:
-        """(layer, expert, file, offset) in the order of the blocks."""
+    def experts(self) -> Iterator[tuple[int, int, bytes]]:
+        """(layer, expert, bytes of its three matrices) in the order of the blocks."""
         shard_of = [shard for shard in self.shards for _ in range(shard.shard.n_experts)]
         block = 0
         for number, layer in enumerate(self.architecture.moe_layers):
             for expert in range(self["n_experts"]):
+                file, offset = self._file, self["expert_offset"] + block * self["expert_stride"]
                 if shard_of:
-                    yield layer, expert, shard_of[expert].file, shard_of[expert].offset(number, expert)
-                else:
-                    yield layer, expert, self._file, self["expert_offset"] + block * self["expert_stride"]
+                    file, offset = shard_of[expert].file, shard_of[expert].offset(number, expert)
+                yield layer, expert, self._read(file, offset, self["expert_bytes"])
                 block += 1
 
     def resident_bytes(self) -> int | None:

@@ -200,3 +200,35 @@ def encode(x: Floats, fmt: Format, error: QuantizationError) -> Bytes:
     if fmt in (Format.Q8, Format.Q4):
         return _encode_integers(x, fmt, error)
     return _encode_float(x, fmt, error)
+
+
+def decode(raw: bytes, fmt: Format, rows: int, cols: int) -> Floats:
+    """What a matrix [rows, cols] or vector stands for, from its bytes: the inverse of `encode`, exact."""
+    if fmt is Format.VECTOR:
+        return np.frombuffer(raw, "<f4").reshape(rows, cols)
+    tiles = np.frombuffer(raw, np.uint8).reshape(-1, tile_bytes(fmt, cols))
+    if fmt in (Format.Q8, Format.Q4):
+        matrix = _decode_integers(tiles, fmt, align(cols, GROUP))
+    else:
+        dtype = np.dtype({Format.F32: np.float32, Format.BF16: ml_dtypes.bfloat16, Format.F16: np.float16}[fmt])
+        stored = tiles[:, : cols * TILE_ROWS * dtype.itemsize].view(dtype).reshape(-1, cols, TILE_ROWS)
+        matrix = stored.transpose(0, 2, 1).astype(np.float32).reshape(-1, cols)
+    return matrix[:rows, :cols]
+
+
+def _decode_integers(tiles: Bytes, fmt: Format, cols: int) -> Floats:
+    n_tiles, n_groups = len(tiles), cols // GROUP
+    n_weight_bytes = TILE_ROWS * cols // (2 if fmt is Format.Q4 else 1)
+    packed = tiles[:, :n_weight_bytes]
+    if fmt is Format.Q8:
+        stored = packed.reshape(n_tiles, cols // 4, TILE_ROWS, 4).transpose(0, 2, 1, 3)
+        integers = (stored ^ np.uint8(128)).view(np.int8).reshape(n_tiles, TILE_ROWS, cols)
+    else:
+        halves = packed.reshape(n_tiles, n_groups, 4, TILE_ROWS, 4).transpose(0, 3, 1, 2, 4)
+        codes = np.stack((halves & 15, halves >> 4), axis=3)  # [tile, row, group, half, quad, 4]
+        integers = Q4_LEVELS[codes].reshape(n_tiles, TILE_ROWS, cols)
+    raw = tiles[:, n_weight_bytes : n_weight_bytes + n_groups * TILE_ROWS * 2]
+    bf16 = np.ascontiguousarray(raw).view("<u2").reshape(n_tiles, n_groups, TILE_ROWS).transpose(0, 2, 1)
+    scales = (bf16.astype(np.uint32) << 16).view(np.float32)
+    groups = integers.reshape(n_tiles, TILE_ROWS, n_groups, GROUP) * scales[:, :, :, None]
+    return groups.reshape(-1, cols)

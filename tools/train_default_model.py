@@ -1,6 +1,7 @@
 """Train colibri's default model, a tiny Mixture-of-Experts that remembers what it is told, on a CPU.
 
     python tools/train_default_model.py train  --run RUN [--minutes 90]   # goes on where it stopped
+    python tools/train_default_model.py train  --run RUN --start FOLDER     # a new run from a checkpoint's weights
     python tools/train_default_model.py export --run RUN --out FOLDER       # a Hugging Face folder (qwen3_moe)
     python tools/train_default_model.py check  --out FOLDER                 # the same logits from transformers?
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -442,16 +444,33 @@ class Recipe:
 class Trainer:
     """One training run in a folder: tokenizer, checkpoint, log."""
 
-    def __init__(self, run: Path, recipe: Recipe) -> None:
+    def __init__(self, run: Path, recipe: Recipe, start: Path | None = None) -> None:
         self.run, self.recipe, self.shape = run, recipe, Shape()
         run.mkdir(parents=True, exist_ok=True)
+        fresh = start is not None and not (run / "checkpoint.pt").exists()
+        if fresh:
+            shutil.copyfile(start / "tokenizer.json", run / "tokenizer.json")
         self.tokenizer = load_or_make_tokenizer(run, self.shape)
         torch.manual_seed(0)
         self.model = Model(self.shape)
         self.optimisers = optimisers(self.model, recipe.matrix_rate, recipe.other_rate)
         self.progress = Progress()
         self.stopped = False
+        if fresh:
+            self.take(start)
         self.load()
+
+    def take(self, start: Path) -> None:
+        """Begin with the weights of a folder that `export` or default_model_checkpoint.py wrote, at the last level."""
+        from safetensors.torch import load_file
+
+        found = load_file(start / "model.safetensors")
+        own = views(self.model)
+        if found.keys() != own.keys() or any(found[name].shape != own[name].shape for name in own):
+            raise ValueError(f"{start} is not a model of this shape")
+        for name, weight in own.items():
+            weight.copy_(found[name])
+        self.progress.stage = len(data.LEVELS) - 1
 
     def load(self) -> None:
         path = self.run / "checkpoint.pt"
@@ -573,7 +592,7 @@ def load_or_make_tokenizer(run: Path, shape: Shape) -> Tokenizer:
 # --------------------------------------------------------------------------------------------------------------- export
 
 
-def hugging_face_weights(model: Model) -> dict[str, Tensor]:
+def views(model: Model) -> dict[str, Tensor]:
     """The weights under the names that `qwen3_moe` checkpoints use, one matrix per expert."""
     weights = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.norm}
     for number, layer in enumerate(model.layers):
@@ -587,7 +606,12 @@ def hugging_face_weights(model: Model) -> dict[str, Tensor]:
             gate, up = layer.experts.gate_up[expert].chunk(2)
             named = {"gate_proj": gate, "up_proj": up, "down_proj": layer.experts.down[expert]}
             weights |= {f"{prefix}mlp.experts.{expert}.{name}.weight": part for name, part in named.items()}
-    return {name: weight.detach().clone().contiguous() for name, weight in weights.items()}
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def hugging_face_weights(model: Model) -> dict[str, Tensor]:
+    """Copies of the weights, as `qwen3_moe` checkpoints hold them."""
+    return {name: weight.clone().contiguous() for name, weight in views(model).items()}
 
 
 def configuration(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
@@ -683,12 +707,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "export", "check"))
     parser.add_argument("--run", type=Path, default=Path("default-model-run"), help="folder of checkpoint and log")
+    parser.add_argument("--start", type=Path, help="checkpoint whose weights a new run begins with")
     parser.add_argument("--out", type=Path, default=Path("default-model"), help="folder of the Hugging Face checkpoint")
     parser.add_argument("--minutes", type=float, default=100.0, help="training time, all runs together")
     parser.add_argument("--cool", type=float, default=20.0, help="minutes at the end with a falling learning rate")
     parser.add_argument("--steps", type=int, default=1 << 30, help="stop after so many steps at the latest")
     arguments = parser.parse_args()
-    trainer = Trainer(arguments.run, Recipe())
+    trainer = Trainer(arguments.run, Recipe(), arguments.start)
     if arguments.command == "train":
         fuse()
         trainer.train(arguments.minutes, arguments.cool, arguments.steps)

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from colibri.convert.format import Format, matrix_bytes
-from colibri.convert.tiles import Q4_LEVELS, QuantizationError, encode, quantize_q4, quantize_q8
+from colibri.convert.tiles import Q4_LEVELS, QuantizationError, decode, encode, quantize_q4, quantize_q8
 from support import reference_model
 from support.reference_model import decode_matrix
 
@@ -44,6 +44,13 @@ def test_q8_tiles_decode_to_within_half_a_step_of_their_group(shape: tuple[int, 
         # a step is amax / 127 rounded up to 8 bits of mantissa
         step = np.abs(weights[:, group]).max(axis=1, keepdims=True) / 127 * (1 + 2**-7)
         assert (np.abs(decoded[:, group] - weights[:, group]) <= step / 2 * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("fmt", [*EXACT, Format.Q8, Format.Q4])
+def test_the_decoder_agrees_with_the_reference_reader(fmt: Format, shape: tuple[int, int]) -> None:
+    raw = encode(random_weights(*shape), fmt, QuantizationError()).tobytes()
+    np.testing.assert_array_equal(decode(raw, fmt, *shape), decode_matrix(raw, fmt.name.lower(), *shape))
 
 
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-40, 1e-38, 1e-30, 1.0, 1e30, 3.4028235e38])
