@@ -220,14 +220,23 @@ def model_stem(shape: Shape, n_layers: int | None) -> str:
     return f"{shape.name}-{n_layers or shape.n_layers}"
 
 
-def make_model(name: str, quantize: str = "q8", *, n_layers: int | None = None, folder: Path | None = None) -> Path:
-    """The .colibri of a shape, made if it is not in the folder yet. Its name has shape, depth and format."""
+def make_model(
+    name: str,
+    quantize: str = "q8",
+    *,
+    n_layers: int | None = None,
+    fused: bool = True,
+    folder: Path | None = None,
+) -> Path:
+    """The .colibri of a shape, made if it is not in the folder yet. Its name has shape, depth and format.
+    `fused`: q, k and v as one matrix, as convert() makes them.
+    """
     shape, folder = SHAPES[name], folder or default_folder()
-    out = folder / f"{model_stem(shape, n_layers)}-{quantize}.colibri"
+    out = folder / f"{model_stem(shape, n_layers)}-{quantize}{'' if fused else '-apart'}.colibri"
     if not out.exists():
         checkpoint = folder / model_stem(shape, n_layers)
         write_checkpoint(checkpoint, full_config(shape, n_layers))
-        convert(checkpoint, out, quantize=quantize, open_weights=RandomWeights)
+        convert(checkpoint, out, quantize=quantize, flash_attn_compatible=fused, open_weights=RandomWeights)
     return out
 
 

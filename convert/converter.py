@@ -107,7 +107,7 @@ def convert(
     *,
     quantize: str = "q8",
     expert_shards: int = 1,
-    flash_attn_compatible: bool = False,
+    flash_attn_compatible: bool = True,
     progress: Callable[[Progress], None] | None = None,
     open_weights: Callable[[Path], WeightSource] = Checkpoint,
 ) -> Report:
@@ -115,7 +115,7 @@ def convert(
 
     With expert_shards = N > 1 the experts go to N files beside it. `open_weights` opens the folder's weights; with
     another one than Checkpoint they need not be in files. They are read on several threads.
-    `flash_attn_compatible`: q, k and v become one matrix, and their biases one vector.
+    `flash_attn_compatible`: q, k and v become one matrix, and their biases one vector; else each stays its own.
 
     Raises ConvertError; then `out` is as it was before. Memory: for each core one encoded tensor or expert, and a band
     of its source.

@@ -50,7 +50,10 @@ def model_file(model: Path) -> Path:
     help="Write the experts to N files beside OUT; 1: into it.",
 )
 @click.option(
-    "--flash-attn-compatible", is_flag=True, help="Fuse q, k and v into one matrix; the results are the same."
+    "--flash-attn-compatible/--no-flash-attn-compatible",
+    default=True,
+    show_default=True,
+    help="Fuse q, k and v into one matrix; the results are the same.",
 )
 @offline
 def convert(

@@ -34,7 +34,7 @@ def test_inspect_tells_architecture_layers_and_formats(tiny_q8_model_path: Path)
     inspection = inspect(tiny_q8_model_path, verify=True)
     assert inspection.family == "mixtral"
     assert {"n_layers": 2, "hidden": 64, "n_experts": 4, "top_k": 2}.items() <= inspection.architecture.items()
-    assert inspection.architecture["flags"] == ["norm_topk"]
+    assert inspection.architecture["flags"] == ["norm_topk", "qkv_fused"]
     assert [(plan.kind, plan.ffn_format) for plan in inspection.layers] == [("experts", "q8")] * 2
     assert inspection.formats["router"] == "f32"
     assert inspection.formats["embedding"] == "q8"

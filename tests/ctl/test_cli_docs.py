@@ -45,7 +45,8 @@ def test_every_command_is_documented_and_every_documented_one_exists() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_documented_and_every_documented_one_exists(name: str) -> None:
-    options = {option for param in COMMANDS[name].params for option in param.opts if option.startswith("--")}
+    spellings = {option for param in COMMANDS[name].params for option in (*param.opts, *param.secondary_opts)}
+    options = {option for option in spellings if option.startswith("--")}
     text = section(name).partition("####")[0]
     if "options of generation" in text:
         text += DOC.partition("#### Options of generation")[2].partition("\n#")[0]

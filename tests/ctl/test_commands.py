@@ -271,6 +271,8 @@ def test_convert_calls_the_library(ctl: Ctl, monkeypatch: pytest.MonkeyPatch, tm
     assert calls == [(("SRC", tmp_path / "o"), options)]
     assert result.stdout == "file_bytes  3.0 MiB\nnotes       a, b\n"
     assert as_json(ctl("convert", "SRC", "o", "--json"))["notes"] == ["a", "b"]
+    ctl("convert", "SRC", "o", "--no-flash-attn-compatible")
+    assert [options["flash_attn_compatible"] for _, options in calls] == [True, True, False]
 
 
 def test_a_checkpoint_that_is_not_there_is_one_line(ctl: Ctl, tmp_path: Path) -> None:

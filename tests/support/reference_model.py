@@ -22,12 +22,12 @@ FORMATS = ["vector", "f32", "bf16", "f16", "q8", "q4"]
 INTEGERS = frozenset({"q8", "q4"})
 Q4_LEVELS = np.array([-127, -95, -74, -58, -44, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 101], np.float64)
 TIED, QK_NORM_HEAD, QK_NORM_WHOLE, QKV_BIAS, O_BIAS, NORM_TOPK = (1 << bit for bit in range(6))
-SHARED_EXPERT, SHARED_GATED, QKV_CLIP = 1 << 6, 1 << 7, 1 << 10
+SHARED_EXPERT, SHARED_GATED, QKV_CLIP, QKV_FUSED = 1 << 6, 1 << 7, 1 << 10, 1 << 11
 NO_LAYER = 0xFFFFFFFF
 ROLES = {
     **{1: "embedding", 2: "head", 3: "final_norm", 4: "inv_freq"},
     **{16: "attn_norm", 17: "q", 18: "k", 19: "v", 20: "o", 21: "q_norm", 22: "k_norm"},
-    **{23: "q_bias", 24: "k_bias", 25: "v_bias", 26: "o_bias"},
+    **{23: "q_bias", 24: "k_bias", 25: "v_bias", 26: "o_bias", 27: "qkv", 28: "qkv_bias"},
     **{32: "ffn_norm", 33: "router", 40: "dense_gate", 41: "dense_up", 42: "dense_down"},
     **{35: "shared_gate", 36: "shared_up", 37: "shared_down", 38: "shared_expert_gate"},
 }
@@ -186,21 +186,32 @@ def rope(x: Array, inv_freq: Array, factor: float) -> Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
+def projections(model: ReferenceModel, layer: int, x: Array) -> dict[str, Array]:
+    """q, k and v of rows x with their biases, from three matrices or from one that has their rows in this order."""
+    h, tensors = model.header, model.tensors
+    names = ["qkv"] if h["arch_flags"] & QKV_FUSED else ["q", "k", "v"]
+    parts = [apply(tensors[layer, name], x) for name in names]
+    if h["arch_flags"] & QKV_BIAS:
+        parts = [part + tensors[layer, f"{name}_bias"].weights for part, name in zip(parts, names, strict=True)]
+    q_width, kv_width = h["n_heads"] * h["head_dim"], h["n_kv_heads"] * h["head_dim"]
+    split = np.split(np.concatenate(parts, axis=1), [q_width, q_width + kv_width], axis=1)
+    return dict(zip("qkv", split, strict=True))
+
+
 def attention(model: ReferenceModel, layer: int, x: Array) -> Array:
     h = model.header
     n = len(x)
+    projected = projections(model, layer, x)
 
-    def project(name: str, heads: int) -> Array:
-        y = apply(model.tensors[layer, name], x)
-        if h["arch_flags"] & QKV_BIAS:
-            y = y + model.tensors[layer, f"{name}_bias"].weights
+    def finish(name: str, heads: int) -> Array:
+        y = projected[name]
         if h["arch_flags"] & QK_NORM_WHOLE and name != "v":
             y = rmsnorm(y, model.tensors[layer, f"{name}_norm"].weights[0], h["rms_eps"])
         if h["arch_flags"] & QKV_CLIP:
             y = np.clip(y, -h["qkv_clip"], h["qkv_clip"])
         return y.reshape(n, heads, h["head_dim"])
 
-    q, k, v = project("q", h["n_heads"]), project("k", h["n_kv_heads"]), project("v", h["n_kv_heads"])
+    q, k, v = finish("q", h["n_heads"]), finish("k", h["n_kv_heads"]), finish("v", h["n_kv_heads"])
     if h["arch_flags"] & QK_NORM_HEAD:
         q = rmsnorm(q, model.tensors[layer, "q_norm"].weights[0], h["rms_eps"])
         k = rmsnorm(k, model.tensors[layer, "k_norm"].weights[0], h["rms_eps"])
